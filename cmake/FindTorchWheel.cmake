@@ -1,0 +1,52 @@
+# Links against the libtorch inside a pip-installed torch (CPU or CUDA wheel) by plain library paths.
+# torch's own package file is not used: the CUDA wheel's demands a CUDA toolkit, which nothing here needs.
+#
+#   TORCH_WHEEL_DIR   the torch folder in site-packages; asked from Python where it is not given
+#   TorchWheel::torch the target to link
+
+if(NOT TORCH_WHEEL_DIR)
+  # The project's own environment first, then whatever Python is active.
+  find_program(TORCH_WHEEL_PYTHON NAMES python3 python
+    HINTS "${CMAKE_SOURCE_DIR}/.venv/bin" NO_CMAKE_FIND_ROOT_PATH)
+  if(Python_EXECUTABLE)
+    set(TORCH_WHEEL_PYTHON "${Python_EXECUTABLE}")
+  endif()
+  execute_process(
+    COMMAND "${TORCH_WHEEL_PYTHON}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0], end='')"
+    OUTPUT_VARIABLE _torch_dir ERROR_QUIET RESULT_VARIABLE _torch_failed)
+  if(NOT _torch_failed)
+    set(TORCH_WHEEL_DIR "${_torch_dir}" CACHE PATH "The torch folder in site-packages" FORCE)
+  endif()
+endif()
+
+set(_torch_version "")
+if(EXISTS "${TORCH_WHEEL_DIR}/version.py")
+  file(STRINGS "${TORCH_WHEEL_DIR}/version.py" _torch_version_line REGEX "^__version__ = ")
+  string(REGEX REPLACE "^__version__ = '([^']*)'.*" "\\1" _torch_version "${_torch_version_line}")
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(TorchWheel
+  REQUIRED_VARS TORCH_WHEEL_DIR _torch_version
+  VERSION_VAR _torch_version
+  REASON_FAILURE_MESSAGE "no torch found. Run pip install torch==2.13.0, or pass -DTORCH_WHEEL_DIR=<site-packages>/torch")
+
+if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
+  set(TorchWheel_VERSION "${_torch_version}")
+  add_library(TorchWheel::torch INTERFACE IMPORTED)
+  target_include_directories(TorchWheel::torch SYSTEM INTERFACE
+    "${TORCH_WHEEL_DIR}/include" "${TORCH_WHEEL_DIR}/include/torch/csrc/api/include")
+  target_compile_features(TorchWheel::torch INTERFACE cxx_std_20)
+  set(_torch_libraries torch torch_cpu c10)
+  if(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
+    list(APPEND _torch_libraries torch_cuda c10_cuda)
+  endif()
+  # torch_cuda registers its kernels when it is loaded, so it is kept though no symbol of it is
+  # used; the CUDA libraries behind it are its own affair.
+  target_link_options(TorchWheel::torch INTERFACE
+    "LINKER:--allow-shlib-undefined")
+  foreach(_library IN LISTS _torch_libraries)
+    target_link_libraries(TorchWheel::torch INTERFACE
+      "-Wl,--push-state,--no-as-needed" "${TORCH_WHEEL_DIR}/lib/lib${_library}.so" "-Wl,--pop-state")
+  endforeach()
+endif()

@@ -1,0 +1,188 @@
+#include "group_muon/grouping.h"
+
+#include <ATen/core/PhiloxRNGEngine.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include "group_muon/text.h"
+
+namespace group_muon {
+namespace {
+
+// Every (seed, step, parameter, stream) owns a run of 2^20 counter values of the Philox generator.
+constexpr int kDrawBits = 20;
+
+// A uniform number in [0, bound) without modulo bias: values past the last whole multiple of
+// `bound` are drawn again.
+uint32_t uniform_below(uint32_t bound, at::Philox4_32& generator) {
+  const uint32_t reject_below = -bound % bound;
+  for (;;) {
+    const uint32_t draw = generator();
+    if (draw >= reject_below) return draw % bound;
+  }
+}
+
+std::vector<int64_t> divisors(int64_t n) {
+  std::vector<int64_t> found;
+  for (int64_t d = 1; d <= n; ++d) {
+    if (n % d == 0) found.push_back(d);
+  }
+  return found;
+}
+
+bool is_permutation_of(int64_t n, std::vector<int64_t> order) {
+  std::sort(order.begin(), order.end());
+  std::vector<int64_t> expected(n);
+  std::iota(expected.begin(), expected.end(), 0);
+  return order == expected;
+}
+
+// "6:random@2000" → one Grouping.
+Grouping parse_grouping(std::string_view text, std::string_view whole) {
+  const auto [head, from] = cut(text, '@');
+  const auto [size, rule] = cut(head, ':');
+  Grouping grouping;
+  if (text.find('@') != std::string_view::npos) grouping.from_step = parse_number(from, whole);
+  if (size != "all") {
+    grouping.group_size = parse_number(size, whole);
+    TORCH_CHECK_VALUE(
+        grouping.group_size > 0, "group_muon: group size 0 in '", whole,
+        "': use 1 or more heads, or 'all'");
+  }
+  if (rule.empty() || rule == "adjacent") {
+    grouping.rule = GroupingRule::kAdjacent;
+  } else if (rule == "interval") {
+    grouping.rule = GroupingRule::kInterval;
+  } else if (rule == "random") {
+    grouping.rule = GroupingRule::kRandom;
+  } else if (rule.find_first_not_of("0123456789-") == std::string_view::npos) {
+    grouping.rule = GroupingRule::kGiven;
+    grouping.order = parse_numbers(rule, '-', whole);
+  } else {
+    TORCH_CHECK_VALUE(
+        false, "group_muon: unknown grouping rule '", rule, "' in '", whole,
+        "': use adjacent, interval, random, or an order of heads such as 2-0-3-1");
+  }
+  return grouping;
+}
+
+}  // namespace
+
+uint64_t parameter_key(std::string_view name) {
+  // FNV-1a, 64 bits.
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const unsigned char byte : name) hash = (hash ^ byte) * 0x100000001b3ULL;
+  return hash;
+}
+
+std::vector<int64_t> random_permutation(int64_t n, const RandomKey& key) {
+  const uint64_t subsequence = key.parameter + static_cast<uint64_t>(key.stream);
+  const uint64_t offset = static_cast<uint64_t>(key.step) << kDrawBits;
+  at::Philox4_32 generator(key.seed, subsequence, offset);
+  std::vector<int64_t> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  for (int64_t i = n - 1; i > 0; --i) {
+    std::swap(order[i], order[uniform_below(static_cast<uint32_t>(i + 1), generator)]);
+  }
+  return order;
+}
+
+std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, const RandomKey& key) {
+  switch (grouping.rule) {
+    case GroupingRule::kRandom:
+      return random_permutation(num_heads, key);
+    case GroupingRule::kGiven:
+      return grouping.order;
+    case GroupingRule::kInterval: {
+      const int64_t stride = grouping.group_size > 0 ? num_heads / grouping.group_size : 1;
+      std::vector<int64_t> order;
+      for (int64_t group = 0; group < stride; ++group) {
+        for (int64_t head = group; head < num_heads; head += stride) order.push_back(head);
+      }
+      return order;
+    }
+    case GroupingRule::kAdjacent:
+      break;
+  }
+  std::vector<int64_t> order(num_heads);
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step) {
+  const auto later = std::find_if(schedule.begin(), schedule.end(), [step](const Grouping& entry) {
+    return entry.from_step > step;
+  });
+  return *std::prev(later);
+}
+
+GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std::string& where) {
+  TORCH_CHECK_VALUE(!schedule.empty(), where, "no grouping is given; use 'all' for one group");
+  TORCH_CHECK_VALUE(
+      schedule.front().from_step == 0, where, "the first grouping should hold from step 0, not ",
+      schedule.front().from_step);
+  for (size_t i = 0; i < schedule.size(); ++i) {
+    auto& [group_size, rule, order, from_step] = schedule[i];
+    TORCH_CHECK_VALUE(
+        i == 0 || from_step > schedule[i - 1].from_step, where,
+        "the steps of a schedule should rise, but ", from_step, " follows ",
+        schedule[i - 1].from_step);
+    if (group_size == 0) group_size = num_heads;
+    TORCH_CHECK_VALUE(
+        group_size > 0 && num_heads % group_size == 0, where, "group size ", group_size,
+        " does not divide ", num_heads, " heads; use one of ", join(divisors(num_heads), ", "));
+    TORCH_CHECK_VALUE(
+        rule != GroupingRule::kGiven || is_permutation_of(num_heads, order), where, "the order ",
+        join(order, "-"), " should name each of the heads 0 … ", num_heads - 1, " once");
+    TORCH_CHECK_VALUE(
+        rule == GroupingRule::kGiven || order.empty(), where, "the order ", join(order, "-"),
+        " is given, but the rule is ", to_string(rule), "; use GroupingRule::kGiven");
+  }
+  return schedule;
+}
+
+GroupingSchedule parse_schedule(std::string_view text) {
+  GroupingSchedule schedule;
+  for (const auto part : split(text, ',')) schedule.push_back(parse_grouping(part, text));
+  return schedule;
+}
+
+std::string to_string(GroupingRule rule) {
+  switch (rule) {
+    case GroupingRule::kAdjacent:
+      return "adjacent";
+    case GroupingRule::kInterval:
+      return "interval";
+    case GroupingRule::kRandom:
+      return "random";
+    case GroupingRule::kGiven:
+      return "given";
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+std::string to_string(const GroupingSchedule& schedule) {
+  std::ostringstream text;
+  for (size_t i = 0; i < schedule.size(); ++i) {
+    const auto& [group_size, rule, order, from_step] = schedule[i];
+    if (i > 0) text << ',';
+    if (group_size == 0) {
+      text << "all";
+    } else {
+      text << group_size;
+    }
+    if (rule == GroupingRule::kGiven) {
+      text << ':' << join(order, "-");
+    } else if (rule != GroupingRule::kAdjacent) {
+      text << ':' << to_string(rule);
+    }
+    if (from_step > 0) text << '@' << from_step;
+  }
+  return text.str();
+}
+
+}  // namespace group_muon

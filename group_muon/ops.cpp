@@ -1,0 +1,234 @@
+// The core as torch operators, which is all that the Python door calls. Texts stand for layouts,
+// groupings and enums, so that they can be saved, compared and printed as they are.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "group_muon/optimizer.h"
+
+namespace group_muon {
+namespace {
+
+using at::Tensor;
+using Floats = std::vector<double>;
+using Ints = std::vector<int64_t>;
+using Texts = std::vector<std::string>;
+
+constexpr auto kOrthogonalizeSchema =
+    "str method, str coefficients, float[] custom_coefficients, int steps, int tail_steps, "
+    "int[] restarts, str precision, float eps, bool relative_eps, float rank_tolerance";
+constexpr auto kStepSchema =
+    "float momentum, bool nesterov, bool average, int seed, str base_scale, str transfer, "
+    "str reference, ";
+
+GroupMuonOptions orthogonalize_fields(
+    const std::string& method, const std::string& coefficients, const Floats& custom_coefficients,
+    int64_t steps, int64_t tail_steps, const Ints& restarts, const std::string& precision,
+    double eps, bool relative_eps, double rank_tolerance) {
+  return GroupMuonOptions()
+      .method(method)
+      .coefficients(coefficients)
+      .custom_coefficients(custom_coefficients)
+      .steps(steps)
+      .tail_steps(tail_steps)
+      .restarts(restarts)
+      .precision(precision)
+      .eps(eps)
+      .relative_eps(relative_eps)
+      .rank_tolerance(rank_tolerance);
+}
+
+GroupMuonOptions step_fields(
+    double momentum, bool nesterov, bool average, int64_t seed, const std::string& base_scale,
+    const std::string& transfer, const std::string& reference, const std::string& method,
+    const std::string& coefficients, const Floats& custom_coefficients, int64_t steps,
+    int64_t tail_steps, const Ints& restarts, const std::string& precision, double eps,
+    bool relative_eps, double rank_tolerance) {
+  return orthogonalize_fields(
+             method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, eps,
+             relative_eps, rank_tolerance)
+      .momentum(momentum)
+      .nesterov(nesterov)
+      .average(average)
+      .seed(seed)
+      .base_scale(base_scale)
+      .transfer(transfer)
+      .reference(reference);
+}
+
+Layout checked_layout(const Tensor& weight, const std::string& layout, const std::string& name) {
+  check_value(weight, name);
+  return checked(parse_layout(layout), weight.sizes(), name);
+}
+
+// Operators that take all of the step's options, which step_fields lists once for them.
+template <typename Fields>
+struct WithOptions;
+
+template <typename... Options>
+struct WithOptions<GroupMuonOptions(Options...)> {
+  static void step_(
+      const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
+      const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
+      const Ints& seen_steps, const Floats& lrs, const Floats& weight_decays, Options... options) {
+    const auto count = weights.size();
+    TORCH_CHECK_VALUE(
+        grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
+            names.size() == count && seen_steps.size() == count && lrs.size() == count &&
+            weight_decays.size() == count,
+        "group_muon: step_ needs lists of one length, that of the ", count, " weights");
+    std::vector<Weight> list;
+    for (size_t i = 0; i < count; ++i) {
+      list.push_back(
+          {weights[i], grads[i], momentum_buffers[i],
+           checked_layout(weights[i], layouts[i], names[i]), names[i], seen_steps[i], lrs[i],
+           weight_decays[i]});
+      check_step(list.back());
+    }
+    step(list, step_options(step_fields(options...)));
+  }
+
+  static void check(
+      const std::vector<Tensor>& weights, const Texts& names, const std::string& layout, double lr,
+      double weight_decay, Options... options) {
+    step_options(step_fields(options...).lr(lr).weight_decay(weight_decay));
+    for (size_t i = 0; i < weights.size(); ++i) checked_layout(weights[i], layout, names.at(i));
+  }
+};
+
+using StepOperators = WithOptions<decltype(step_fields)>;
+
+Tensor orthogonalize_op(
+    const Tensor& blocks, const std::string& method, const std::string& coefficients,
+    const Floats& custom_coefficients, int64_t steps, int64_t tail_steps, const Ints& restarts,
+    const std::string& precision, double eps, bool relative_eps, double rank_tolerance) {
+  const auto options = step_options(orthogonalize_fields(
+      method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, eps,
+      relative_eps, rank_tolerance));
+  return orthogonalize(blocks, options.orthogonalize);
+}
+
+// A step only writes data, which meta tensors do not have: takes its arguments, does nothing.
+void step_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+Tensor orthogonalize_meta(
+    const Tensor& blocks, const std::string&, const std::string&, const Floats&, int64_t, int64_t,
+    const Ints&, const std::string& precision, double, bool, double) {
+  return at::empty_like(
+      blocks, blocks.options().dtype(parse_precision(precision)), at::MemoryFormat::Contiguous);
+}
+
+std::string packed_qkv_op(
+    int64_t heads, int64_t head_dim, int64_t kv_heads, int64_t value_dim, const std::string& q,
+    const std::string& k, const std::string& v, bool share_qk) {
+  return to_string(packed_qkv(
+      {heads, head_dim, kv_heads, value_dim},
+      {parse_schedule(q), parse_schedule(k), parse_schedule(v), share_qk}));
+}
+
+std::string interleaved_qkv_op(
+    int64_t heads, int64_t head_dim, int64_t kv_heads, int64_t value_dim, const std::string& q,
+    const std::string& k, const std::string& v, bool share_qk) {
+  return to_string(interleaved_qkv(
+      {heads, head_dim, kv_heads, value_dim},
+      {parse_schedule(q), parse_schedule(k), parse_schedule(v), share_qk}));
+}
+
+std::string separate_op(
+    int64_t heads, int64_t head_dim, const std::string& grouping, const std::string& name) {
+  return to_string(separate(heads, head_dim, parse_schedule(grouping), name));
+}
+
+std::string mla_query_op(
+    int64_t heads, int64_t nope_dim, int64_t rope_dim, const std::string& grouping) {
+  return to_string(mla_query(heads, nope_dim, rope_dim, parse_schedule(grouping)));
+}
+
+std::string mla_key_value_op(
+    int64_t heads, int64_t nope_dim, int64_t value_dim, const std::string& k,
+    const std::string& v) {
+  return to_string(mla_key_value(heads, nope_dim, value_dim, parse_schedule(k), parse_schedule(v)));
+}
+
+std::string output_projection_op(int64_t heads, int64_t value_dim, const std::string& grouping) {
+  return to_string(output_projection(heads, value_dim, parse_schedule(grouping)));
+}
+
+std::string with_grouping_op(
+    const std::string& layout, const std::string& grouping, const std::string& segment) {
+  return to_string(with_grouping(parse_layout(layout), parse_schedule(grouping), segment));
+}
+
+Ints head_order_op(
+    int64_t num_heads, const std::string& grouping, int64_t seed, int64_t step,
+    const std::string& parameter, int64_t stream) {
+  const auto schedule = checked(parse_schedule(grouping), num_heads, "group_muon: ");
+  return head_order(
+      num_heads, grouping_at(schedule, step),
+      {static_cast<uint64_t>(seed), step, parameter_key(parameter), stream});
+}
+
+}  // namespace
+
+TORCH_LIBRARY(group_muon, m) {
+  const auto define = [&m](std::string schema, auto&&... kernel) {
+    m.def(schema.c_str(), std::forward<decltype(kernel)>(kernel)...);
+  };
+  define(
+      std::string(
+          "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
+          "str[] layouts, str[] names, int[] seen_steps, float[] lrs, float[] weight_decays, *, ") +
+      kStepSchema + kOrthogonalizeSchema + ") -> ()");
+  define(std::string("orthogonalize(Tensor blocks, *, ") + kOrthogonalizeSchema + ") -> Tensor");
+  define(
+      std::string(
+          "check(Tensor[] weights, str[] names, str layout, float lr, float weight_decay, *, ") +
+          kStepSchema + kOrthogonalizeSchema + ") -> ()",
+      &StepOperators::check);
+  m.def(
+      "packed_qkv(int heads, int head_dim, int kv_heads, int value_dim, str q, str k, str v, "
+      "bool share_qk) -> str",
+      packed_qkv_op);
+  m.def(
+      "interleaved_qkv(int heads, int head_dim, int kv_heads, int value_dim, str q, str k, str v, "
+      "bool share_qk) -> str",
+      interleaved_qkv_op);
+  m.def("separate(int heads, int head_dim, str grouping, str name) -> str", separate_op);
+  m.def("mla_query(int heads, int nope_dim, int rope_dim, str grouping) -> str", mla_query_op);
+  m.def(
+      "mla_key_value(int heads, int nope_dim, int value_dim, str k, str v) -> str",
+      mla_key_value_op);
+  m.def("output_projection(int heads, int value_dim, str grouping) -> str", output_projection_op);
+  m.def("plain() -> str", [] { return to_string(plain()); });
+  m.def("convolution() -> str", [] { return to_string(convolution()); });
+  m.def("transposed(str layout) -> str", [](const std::string& layout) {
+    return to_string(transposed(parse_layout(layout)));
+  });
+  m.def("stacked(str layout) -> str", [](const std::string& layout) {
+    return to_string(stacked(parse_layout(layout)));
+  });
+  m.def(
+      "has_segment(str layout, str segment) -> bool",
+      [](const std::string& layout, const std::string& segment) {
+        return has_segment(parse_layout(layout), segment);
+      });
+  m.def("with_grouping(str layout, str grouping, str segment) -> str", with_grouping_op);
+  m.def(
+      "head_order(int num_heads, str grouping, int seed, int step, str parameter, int stream) "
+      "-> int[]",
+      head_order_op);
+}
+
+TORCH_LIBRARY_IMPL(group_muon, CompositeExplicitAutograd, m) {
+  m.impl("step_", &StepOperators::step_);
+  m.impl("orthogonalize", orthogonalize_op);
+}
+
+TORCH_LIBRARY_IMPL(group_muon, Meta, m) {
+  m.impl("step_", torch::CppFunction::makeFromBoxedFunction<&step_meta>());
+  m.impl("orthogonalize", orthogonalize_meta);
+}
+
+}  // namespace group_muon

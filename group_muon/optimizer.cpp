@@ -1,0 +1,279 @@
+#include "group_muon/optimizer.h"
+
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+namespace group_muon {
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+
+std::vector<Coefficients> triples(const std::vector<double>& flat) {
+  TORCH_CHECK_VALUE(
+      flat.size() % 3 == 0, "group_muon: custom_coefficients should be triples a, b, c, not ",
+      flat.size(), " numbers");
+  std::vector<Coefficients> list;
+  for (size_t i = 0; i < flat.size(); i += 3) list.push_back({flat[i], flat[i + 1], flat[i + 2]});
+  return list;
+}
+
+OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
+  OrthogonalizeOptions result;
+  result.method = parse_method(options.method());
+  result.coefficients =
+      options.custom_coefficients().empty()
+          ? coefficient_list(
+                options.coefficients(), options.steps(), options.tail_steps(), result.method)
+          : triples(options.custom_coefficients());
+  if (result.method == Method::kGram) {
+    result.restarts =
+        options.restarts().empty() ? gram_restarts(result.coefficients) : options.restarts();
+  }
+  result.precision = parse_precision(options.precision());
+  result.eps = options.eps();
+  result.relative_eps = options.relative_eps();
+  result.rank_tolerance = options.rank_tolerance();
+  check(result);
+  return result;
+}
+
+GroupMuonOptions& options_of(OptimizerParamGroup& group) {
+  return static_cast<GroupMuonOptions&>(group.options());
+}
+
+// A name for each parameter: the group's own, or the place in the optimizer.
+std::string parameter_name(const GroupMuonOptions& options, size_t in_group, size_t in_optimizer) {
+  return options.names().empty() ? std::to_string(in_optimizer) : options.names()[in_group];
+}
+
+// All that can be said against a group before its first step.
+void check_group(const OptimizerParamGroup& group, size_t first_index) {
+  const auto& options = static_cast<const GroupMuonOptions&>(group.options());
+  step_options(options);
+  TORCH_CHECK_VALUE(
+      options.names().empty() || options.names().size() == group.params().size(),
+      "group_muon: ", options.names().size(), " names are given for ", group.params().size(),
+      " parameters");
+  for (size_t i = 0; i < group.params().size(); ++i) {
+    const auto name = parameter_name(options, i, first_index + i);
+    check_value(group.params()[i], name);
+    checked(options.layout(), group.params()[i].sizes(), name);
+  }
+}
+
+// The momentum of a parameter, made at its first step; after a load it may have another dtype.
+GroupMuonParamState& state_of(
+    ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>& states,
+    const torch::Tensor& parameter) {
+  auto& slot = states[parameter.unsafeGetTensorImpl()];
+  if (!slot) {
+    auto fresh = std::make_unique<GroupMuonParamState>();
+    fresh->momentum_buffer(torch::zeros_like(parameter, torch::MemoryFormat::Preserve));
+    slot = std::move(fresh);
+  }
+  auto& state = static_cast<GroupMuonParamState&>(*slot);
+  TORCH_CHECK_VALUE(
+      state.momentum_buffer().sizes() == parameter.sizes(),
+      "group_muon: the loaded momentum has shape ", state.momentum_buffer().sizes(),
+      ", but its parameter has shape ", parameter.sizes());
+  state.momentum_buffer(state.momentum_buffer().to(parameter.device(), parameter.scalar_type()));
+  return state;
+}
+
+}  // namespace
+
+GroupMuonOptions::GroupMuonOptions(double lr) : lr_(lr) {}
+
+template <typename Visit>
+void GroupMuonOptions::for_each_field(Visit&& visit) {
+  using Self = GroupMuonOptions;
+  visit("lr", &Self::lr_);
+  visit("momentum", &Self::momentum_);
+  visit("nesterov", &Self::nesterov_);
+  visit("average", &Self::average_);
+  visit("weight_decay", &Self::weight_decay_);
+  visit("layout", &Self::layout_);
+  visit("names", &Self::names_);
+  visit("seed", &Self::seed_);
+  visit("method", &Self::method_);
+  visit("coefficients", &Self::coefficients_);
+  visit("custom_coefficients", &Self::custom_coefficients_);
+  visit("steps", &Self::steps_);
+  visit("tail_steps", &Self::tail_steps_);
+  visit("restarts", &Self::restarts_);
+  visit("precision", &Self::precision_);
+  visit("eps", &Self::eps_);
+  visit("relative_eps", &Self::relative_eps_);
+  visit("rank_tolerance", &Self::rank_tolerance_);
+  visit("base_scale", &Self::base_scale_);
+  visit("transfer", &Self::transfer_);
+  visit("reference", &Self::reference_);
+}
+
+void GroupMuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for_each_field([&](const char* name, auto member) {
+    const auto& value = this->*member;
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, Layout>) {
+      archive.write(name, torch::IValue(to_string(value)));
+    } else {
+      archive.write(name, torch::IValue(value));
+    }
+  });
+}
+
+void GroupMuonOptions::serialize(torch::serialize::InputArchive& archive) {
+  // A field that an older version did not write keeps its default.
+  for_each_field([&](const char* name, auto member) {
+    torch::IValue saved;
+    if (!archive.try_read(name, saved)) return;
+    auto& value = this->*member;
+    using T = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<T, Layout>) {
+      value = parse_layout(saved.toStringRef());
+    } else {
+      value = saved.to<T>();
+    }
+  });
+}
+
+bool GroupMuonOptions::operator==(const GroupMuonOptions& other) const {
+  bool equal = true;
+  for_each_field([&](const char*, auto member) { equal &= this->*member == other.*member; });
+  return equal;
+}
+
+GroupMuonOptions GroupMuonOptions::merged_with(const GroupMuonOptions& defaults) const {
+  const GroupMuonOptions untouched;
+  GroupMuonOptions result = *this;
+  for_each_field([&](const char*, auto member) {
+    if (this->*member == untouched.*member) result.*member = defaults.*member;
+  });
+  return result;
+}
+
+StepOptions step_options(const GroupMuonOptions& options) {
+  TORCH_CHECK_VALUE(options.lr() >= 0, "group_muon: lr should be 0 or more, not ", options.lr());
+  TORCH_CHECK_VALUE(
+      options.momentum() >= 0 && options.momentum() < 1,
+      "group_muon: momentum should be in [0, 1), not ", options.momentum());
+  TORCH_CHECK_VALUE(
+      options.weight_decay() >= 0, "group_muon: weight_decay should be 0 or more, not ",
+      options.weight_decay());
+  const auto base = parse_scale_rule(options.base_scale());
+  return {
+      .momentum = options.momentum(),
+      .nesterov = options.nesterov(),
+      .average = options.average(),
+      .seed = static_cast<uint64_t>(options.seed()),
+      .scale =
+          {base, options.transfer() == "same" ? base : parse_scale_rule(options.transfer()),
+           parse_scale_reference(options.reference())},
+      .orthogonalize = orthogonalize_options(options),
+  };
+}
+
+void GroupMuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_buffer);
+}
+
+void GroupMuonParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, momentum_buffer);
+}
+
+GroupMuon::GroupMuon(
+    const std::vector<OptimizerParamGroup>& param_groups, GroupMuonOptions defaults)
+    : Optimizer(
+          std::vector<OptimizerParamGroup>{},
+          std::make_unique<GroupMuonOptions>(std::move(defaults))) {
+  for (const auto& group : param_groups) add_param_group(group);
+}
+
+GroupMuon::GroupMuon(std::vector<torch::Tensor> params, GroupMuonOptions defaults)
+    : GroupMuon({OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+void GroupMuon::add_param_group(const OptimizerParamGroup& param_group) {
+  const auto& defaults = static_cast<const GroupMuonOptions&>(*defaults_);
+  const auto* given = param_group.has_options()
+                          ? dynamic_cast<const GroupMuonOptions*>(&param_group.options())
+                          : nullptr;
+  TORCH_CHECK_TYPE(
+      given != nullptr || !param_group.has_options(),
+      "group_muon: a parameter group of GroupMuon takes GroupMuonOptions");
+  const GroupMuonOptions complete = given ? given->merged_with(defaults) : defaults;
+  const OptimizerParamGroup group(
+      param_group.params(), std::make_unique<GroupMuonOptions>(complete));
+  size_t first_index = 0;
+  for (const auto& other : param_groups_) first_index += other.params().size();
+  check_group(group, first_index);
+  Optimizer::add_param_group(group);
+  param_groups_.back().set_options(std::make_unique<GroupMuonOptions>(complete));
+}
+
+void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view segment) {
+  // All layouts are checked before the first is changed.
+  std::vector<std::pair<GroupMuonOptions*, Layout>> changes;
+  size_t index = 0;
+  for (auto& group : param_groups_) {
+    auto& options = options_of(group);
+    const bool affected = has_segment(options.layout(), segment);
+    if (affected) {
+      changes.emplace_back(&options, with_grouping(options.layout(), grouping, segment));
+    }
+    for (size_t i = 0; i < group.params().size(); ++i, ++index) {
+      if (!affected) continue;
+      checked(changes.back().second, group.params()[i].sizes(), parameter_name(options, i, index));
+    }
+  }
+  TORCH_CHECK_VALUE(
+      !changes.empty(), "group_muon: no parameter group has a segment '", segment, "' to group");
+  for (auto& [options, layout] : changes) options->layout(std::move(layout));
+}
+
+torch::Tensor GroupMuon::step(LossClosure closure) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  // Parameter groups whose options allow it are stepped together, so that their blocks batch.
+  std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
+  size_t index = 0;
+  for (auto& group : param_groups_) {
+    const auto& options = options_of(group);
+    const auto shared = step_options(options);
+    auto batch = std::find_if(
+        batches.begin(), batches.end(), [&](const auto& other) { return other.first == shared; });
+    if (batch == batches.end()) batch = batches.insert(batches.end(), {shared, {}});
+    for (size_t i = 0; i < group.params().size(); ++i, ++index) {
+      const auto& parameter = group.params()[i];
+      if (!parameter.grad().defined()) continue;
+      const auto name = parameter_name(options, i, index);
+      auto& state = state_of(state_, parameter);
+      batch->second.push_back(
+          {parameter, parameter.grad(), state.momentum_buffer(),
+           checked(options.layout(), parameter.sizes(), name), name, state.step(), options.lr(),
+           options.weight_decay()});
+      check_step(batch->second.back());
+    }
+  }
+  for (const auto& [shared, weights] : batches) {
+    group_muon::step(weights, shared);
+    for (const auto& weight : weights) {
+      auto& state = state_of(state_, weight.value);
+      state.step(state.step() + 1);
+    }
+  }
+  return loss;
+}
+
+void GroupMuon::save(torch::serialize::OutputArchive& archive) const { serialize(*this, archive); }
+
+void GroupMuon::load(torch::serialize::InputArchive& archive) { serialize(*this, archive); }
+
+}  // namespace group_muon

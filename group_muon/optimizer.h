@@ -1,0 +1,118 @@
+#pragma once
+// GroupMuon as a libtorch optimizer: options, state and the usual contract over group_muon::step.
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "group_muon/layout.h"
+#include "group_muon/step.h"
+
+namespace group_muon {
+
+/// Options of a parameter group. In a group, a field left at its default here takes the value of
+/// the optimizer's defaults, as with libtorch's own optimizers.
+struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMuonOptions> {
+  GroupMuonOptions(double lr = 3.6e-4);
+
+  /// The size of one entry's step under the default scale.
+  TORCH_ARG(double, lr) = 3.6e-4;
+  TORCH_ARG(double, momentum) = 0.95;
+  TORCH_ARG(bool, nesterov) = true;
+  /// Momentum as running average, μM + (1-μ)G, instead of as sum, μM + G.
+  TORCH_ARG(bool, average) = false;
+  /// Decoupled: W ← (1 - lr·weight_decay)·W.
+  TORCH_ARG(double, weight_decay) = 0;
+  /// Where the heads of this group's weights lie, and how they are grouped.
+  TORCH_ARG(Layout, layout);
+  /// Stable names of this group's weights: the random partitions depend on them. Without names, the
+  /// place in the optimizer counts.
+  TORCH_ARG(std::vector<std::string>, names);
+  TORCH_ARG(int64_t, seed) = 0;
+
+  /// newton_schulz, gram, exact.
+  TORCH_ARG(std::string, method) = "newton_schulz";
+  /// quintic, polar_express, you.
+  TORCH_ARG(std::string, coefficients) = "quintic";
+  /// Own coefficients a₁, b₁, c₁, a₂, …, one triple a step, instead of the named ones.
+  TORCH_ARG(std::vector<double>, custom_coefficients);
+  TORCH_ARG(int64_t, steps) = 5;
+  /// Further steps that converge to the exact polar factor.
+  TORCH_ARG(int64_t, tail_steps) = 0;
+  /// gram: steps after which to start anew; empty: chosen from the coefficients.
+  TORCH_ARG(std::vector<int64_t>, restarts);
+  /// bfloat16, float32, float64.
+  TORCH_ARG(std::string, precision) = "bfloat16";
+  TORCH_ARG(double, eps) = 1e-7;
+  /// Divide by ‖X‖·(1 + eps); otherwise by ‖X‖ + eps.
+  TORCH_ARG(bool, relative_eps) = true;
+  /// exact: singular values up to this fraction of the largest count as zero; 0: by precision.
+  TORCH_ARG(double, rank_tolerance) = 0;
+
+  /// naive, keller_jordan, mup, moonlight, sqrt_max: α on the reference shape.
+  TORCH_ARG(std::string, base_scale) = "sqrt_max";
+  /// The same names, or "same" as base_scale: lr moves to the block's shape by
+  /// α(block)/α(reference).
+  TORCH_ARG(std::string, transfer) = "same";
+  /// segment (Q, K or V alone) or matrix (the whole weight).
+  TORCH_ARG(std::string, reference) = "segment";
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+  bool operator==(const GroupMuonOptions& other) const;
+
+  /// These options, with `defaults` where they are as constructed.
+  GroupMuonOptions merged_with(const GroupMuonOptions& defaults) const;
+
+ private:
+  /// Calls visit(name, pointer to member) for every field.
+  template <typename Visit>
+  static void for_each_field(Visit&& visit);
+};
+
+/// The options as the step wants them; throws where a value makes no sense.
+StepOptions step_options(const GroupMuonOptions& options);
+
+struct GroupMuonParamState
+    : public torch::optim::OptimizerCloneableParamState<GroupMuonParamState> {
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(torch::Tensor, momentum_buffer);
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+class GroupMuon : public torch::optim::Optimizer {
+ public:
+  explicit GroupMuon(
+      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+      GroupMuonOptions defaults = {});
+  explicit GroupMuon(std::vector<torch::Tensor> params, GroupMuonOptions defaults = {});
+
+  /// libtorch's own replaces the options of optimizers it does not know by the defaults.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  /// Another grouping from the next step on, for the segments of that name ("" for all) in every
+  /// parameter group that has one. Momentum is kept.
+  void set_grouping(const GroupingSchedule& grouping, std::string_view segment = {});
+
+  torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  template <typename Self, typename Archive>
+  static void serialize(Self& self, Archive& archive) {
+    _TORCH_OPTIM_SERIALIZE_WITH_TEMPLATE_ARG(GroupMuon);
+  }
+};
+
+}  // namespace group_muon

@@ -1,0 +1,62 @@
+#pragma once
+// Orthogonalization: blocks with singular values σ → the same blocks with σ near 1 (or exactly 1).
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace group_muon {
+
+/// One step of an iteration maps every singular value x to a·x + b·x³ + c·x⁵.
+struct Coefficients {
+  double a = 0;
+  double b = 0;
+  double c = 0;
+
+  bool operator==(const Coefficients&) const = default;
+};
+
+enum class Method {
+  kNewtonSchulz,  // X ← aX + (bA + cA²)X, A = XXᵀ
+  kGram,          // the same polynomial, iterated on the small Gram matrix XXᵀ instead of on X
+  kExact,         // polar factor by SVD
+};
+
+/// Named lists: quintic (Muon's), polar_express, you. `steps` entries, the last repeated where the
+/// list is shorter, then `tail_steps` of (2, -1.5, 0.5), which converge to σ = 1. Polar Express is
+/// tuned for σ ≤ 1, so it gets a margin against rounding, a larger one for kGram.
+std::vector<Coefficients> coefficient_list(
+    std::string_view name, int64_t steps, int64_t tail_steps, Method method);
+
+/// The steps after which kGram starts anew from XXᵀ, for these coefficients: at most one, where
+/// the factor it accumulates stays best conditioned.
+std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients);
+
+struct OrthogonalizeOptions {
+  Method method = Method::kNewtonSchulz;
+  std::vector<Coefficients> coefficients = coefficient_list("quintic", 5, 0, Method::kNewtonSchulz);
+  std::vector<int64_t> restarts = {};  // kGram: start anew after so many steps
+  c10::ScalarType precision = c10::kBFloat16;
+  double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
+  bool relative_eps = true;   // relative keeps scale invariance for tiny blocks
+  double rank_tolerance = 0;  // kExact: σ ≤ tolerance·σ_max count as 0; 0: long side · epsilon
+
+  bool operator==(const OrthogonalizeOptions&) const = default;
+};
+
+/// Orthogonalizes every matrix of `blocks` (… × m × n, any aspect ratio); returns a new tensor of
+/// that shape in the working precision. Zero gives zero, a block with NaN or Inf gives NaN, and no
+/// block touches another.
+at::Tensor orthogonalize(const at::Tensor& blocks, const OrthogonalizeOptions& options);
+
+/// Names: newton_schulz, gram, exact; bfloat16, float32, float64.
+Method parse_method(std::string_view name);
+c10::ScalarType parse_precision(std::string_view name);
+
+/// Refuses options that make no sense, naming the value and what would be valid.
+void check(const OrthogonalizeOptions& options);
+
+}  // namespace group_muon

@@ -1,0 +1,236 @@
+#include "group_muon/step.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+namespace group_muon {
+namespace {
+
+using at::Tensor;
+
+MatrixShape shape_of(const Weight& weight) {
+  return matrix_shape(weight.value.sizes(), weight.layout, weight.name);
+}
+
+// A weight-shaped tensor as [matrices, rows, cols]: a view wherever its strides allow.
+Tensor as_matrices(const Tensor& tensor, const MatrixShape& shape) {
+  return tensor.reshape({shape.count, shape.rows, shape.cols});
+}
+
+// The segment's rows in gathering order.
+std::vector<int64_t> rows_in_order(const Segment& segment, const std::vector<int64_t>& order) {
+  std::vector<int64_t> rows;
+  rows.reserve(segment.num_rows());
+  for (const auto head : order) {
+    for (int64_t row = 0; row < segment.head_rows; ++row) {
+      rows.push_back(segment.head_starts[head] + row);
+    }
+  }
+  return rows;
+}
+
+bool is_run(const std::vector<int64_t>& rows) {
+  for (size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + static_cast<int64_t>(i)) return false;
+  }
+  return true;
+}
+
+Tensor index_tensor(const std::vector<int64_t>& rows, at::Device device) {
+  return at::tensor(rows, at::kLong).to(device);
+}
+
+Tensor select_rows(const Tensor& matrices, const Slot& slot) {
+  const int64_t dim = 1 + slot.axis;
+  if (is_run(slot.rows)) {
+    return matrices.narrow(dim, slot.rows[0], static_cast<int64_t>(slot.rows.size()));
+  }
+  return matrices.index_select(dim, index_tensor(slot.rows, matrices.device()));
+}
+
+// matrices[rows] += factor · update
+void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, double factor) {
+  if (is_run(slot.rows)) {
+    select_rows(matrices, slot).add_(update, factor);
+  } else {
+    const Tensor index = index_tensor(slot.rows, matrices.device());
+    matrices.index_add_(1 + slot.axis, index, update.to(matrices.scalar_type()), factor);
+  }
+}
+
+// A layout without segments is one head that is the whole matrix.
+std::vector<Segment> segments_of(const Layout& layout, int64_t length) {
+  if (!layout.segments.empty()) return layout.segments;
+  return {
+      {.name = "matrix",
+       .head_starts = {0},
+       .head_rows = length,
+       .schedule = {Grouping{.group_size = 1}}}};
+}
+
+OutIn out_in(const Layout& layout, int64_t rows, int64_t cols) {
+  return layout.transposed ? OutIn{cols, rows} : OutIn{rows, cols};
+}
+
+// The slot of one segment; its blocks are rows × cols before they are turned on their side.
+struct ShapedSlot {
+  Slot slot;
+  int64_t rows;
+  int64_t cols;
+};
+
+ShapedSlot plan_segment(
+    const Weight& weight, const MatrixShape& shape, const Segment& segment,
+    const StepOptions& options) {
+  const auto& grouping = grouping_at(segment.schedule, weight.step);
+  const RandomKey key{options.seed, weight.step, parameter_key(weight.name), segment.stream};
+  const bool by_rows = weight.layout.axis == Axis::kRows;
+  const auto side = [&](int64_t extent) {
+    return by_rows ? std::pair{extent, shape.cols} : std::pair{shape.rows, extent};
+  };
+  const auto [rows, cols] = side(grouping.group_size * segment.head_rows);
+  const auto [segment_rows, segment_cols] = side(segment.num_rows());
+  Slot slot;
+  slot.axis = by_rows ? 0 : 1;
+  slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key));
+  slot.groups = segment.num_heads() / grouping.group_size;
+  slot.blocks = slot.groups * shape.count;
+  slot.transpose = rows > cols;
+  slot.scale = update_scale(
+      options.scale, out_in(weight.layout, rows, cols),
+      out_in(weight.layout, segment_rows, segment_cols),
+      out_in(weight.layout, shape.rows, shape.cols));
+  return {std::move(slot), rows, cols};
+}
+
+// The blocks of a slot as a view of the bucket in the segment's own shape and orientation:
+// [matrices, groups, block rows, block cols].
+Tensor slot_blocks(const Slot& slot, const Tensor& bucket) {
+  const Tensor blocks = bucket.narrow(0, slot.first_block, slot.blocks);
+  return (slot.transpose ? blocks.mT() : blocks).unflatten(0, {-1, slot.groups});
+}
+
+// [matrices, segment rows, cols] ↔ [matrices, groups, block rows, cols], or the same on columns.
+Tensor split_groups(const Tensor& matrices, const Slot& slot) {
+  if (slot.axis == 0) return matrices.unflatten(1, {slot.groups, -1});
+  return matrices.unflatten(2, {slot.groups, -1}).permute({0, 2, 1, 3});
+}
+Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
+  if (slot.axis == 0) return blocks.flatten(1, 2);
+  return blocks.permute({0, 2, 1, 3}).flatten(2, 3);
+}
+
+}  // namespace
+
+void check_value(const Tensor& value, const std::string& name) {
+  TORCH_CHECK_TYPE(
+      value.layout() == at::kStrided, "group_muon: parameter '", name, "' is ", value.layout(),
+      ", but Group Muon steps dense (strided) weights only");
+  TORCH_CHECK_TYPE(
+      value.is_floating_point(), "group_muon: parameter '", name, "' is ", value.scalar_type(),
+      ", but Group Muon steps real floating-point weights only");
+}
+
+void check_step(const Weight& weight) {
+  check_value(weight.value, weight.name);
+  TORCH_CHECK_TYPE(
+      weight.grad.layout() == at::kStrided, "group_muon: parameter '", weight.name,
+      "' has a sparse gradient, but Group Muon needs dense ones");
+  TORCH_CHECK_VALUE(
+      weight.grad.sizes() == weight.value.sizes() &&
+          weight.momentum.sizes() == weight.value.sizes(),
+      "group_muon: parameter '", weight.name, "' has shape ", weight.value.sizes(),
+      ", but its gradient has ", weight.grad.sizes(), " and its momentum ",
+      weight.momentum.sizes());
+}
+
+std::vector<Tensor> accumulate_momentum(
+    const std::vector<Weight>& weights, const StepOptions& options) {
+  std::vector<Tensor> buffers, grads;
+  for (const auto& weight : weights) {
+    buffers.push_back(weight.momentum);
+    grads.push_back(weight.grad.to(weight.momentum.scalar_type()));
+  }
+  if (buffers.empty()) return {};
+  const double mu = options.momentum;
+  if (options.average) {
+    at::_foreach_lerp_(buffers, grads, 1 - mu);
+    return options.nesterov ? at::_foreach_lerp(grads, buffers, mu) : buffers;
+  }
+  at::_foreach_mul_(buffers, mu);
+  at::_foreach_add_(buffers, grads);
+  return options.nesterov ? at::_foreach_add(grads, buffers, mu) : buffers;
+}
+
+std::vector<Bucket> make_plan(
+    const std::vector<Weight>& weights, const StepOptions& options, int64_t max_elements) {
+  std::vector<Bucket> buckets;
+  std::map<std::tuple<int64_t, int64_t, std::string, at::ScalarType>, size_t> open;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto& weight = weights[i];
+    if (weight.value.numel() == 0) continue;
+    const auto shape = shape_of(weight);
+    const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
+    const auto device = weight.momentum.device();
+    const auto dtype = weight.momentum.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    for (const auto& segment : segments_of(weight.layout, length)) {
+      auto [slot, rows, cols] = plan_segment(weight, shape, segment, options);
+      const auto [short_side, long_side] = std::minmax(rows, cols);
+      const auto key = std::tuple{short_side, long_side, device.str(), dtype};
+      const auto found = open.find(key);
+      const bool fits =
+          found != open.end() &&
+          (buckets[found->second].blocks + slot.blocks) * short_side * long_side <= max_elements;
+      if (!fits) {
+        open[key] = buckets.size();
+        buckets.push_back({short_side, long_side, 0, at::TensorOptions(device).dtype(dtype), {}});
+      }
+      auto& bucket = buckets[open[key]];
+      slot.weight = i;
+      slot.first_block = bucket.blocks;
+      bucket.blocks += slot.blocks;
+      bucket.slots.push_back(std::move(slot));
+    }
+  }
+  return buckets;
+}
+
+Tensor gather(
+    const Bucket& bucket, const std::vector<Tensor>& directions,
+    const std::vector<Weight>& weights) {
+  const Tensor blocks =
+      at::empty({bucket.blocks, bucket.short_side, bucket.long_side}, bucket.tensor_options);
+  for (const auto& slot : bucket.slots) {
+    const Tensor matrices = as_matrices(directions[slot.weight], shape_of(weights[slot.weight]));
+    slot_blocks(slot, blocks).copy_(split_groups(select_rows(matrices, slot), slot));
+  }
+  return blocks;
+}
+
+void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>& weights) {
+  for (const auto& slot : bucket.slots) {
+    const auto& weight = weights[slot.weight];
+    const Tensor matrices = as_matrices(weight.value, shape_of(weight));
+    const Tensor update = merge_groups(slot_blocks(slot, blocks), slot);
+    add_rows(matrices, slot, update, -weight.lr * slot.scale);
+    if (!matrices.is_alias_of(weight.value)) weight.value.copy_(matrices.view_as(weight.value));
+  }
+}
+
+void step(const std::vector<Weight>& weights, const StepOptions& options) {
+  const at::NoGradGuard no_grad;
+  const auto directions = accumulate_momentum(weights, options);
+  for (const auto& weight : weights) {
+    if (weight.weight_decay != 0) weight.value.mul_(1 - weight.lr * weight.weight_decay);
+  }
+  for (const auto& bucket : make_plan(weights, options)) {
+    apply(
+        bucket, orthogonalize(gather(bucket, directions, weights), options.orthogonalize), weights);
+  }
+}
+
+}  // namespace group_muon

@@ -1,0 +1,92 @@
+#pragma once
+// One Group Muon step over a list of weights (Algorithm 1), in four parts:
+//   accumulate_momentum → make_plan → per bucket: gather, orthogonalize → apply
+// Blocks of one shape are batched across all weights, whatever weight they come from.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "group_muon/layout.h"
+#include "group_muon/orthogonalize.h"
+#include "group_muon/scale.h"
+
+namespace group_muon {
+
+/// A weight and all that its step reads. `momentum` and `value` are written in place.
+struct Weight {
+  at::Tensor value;
+  at::Tensor grad;
+  at::Tensor momentum;
+  Layout layout;     // checked() against the value's sizes
+  std::string name;  // names its random partitions
+  int64_t step = 0;  // steps this weight has seen before this one
+  double lr = 0;
+  double weight_decay = 0;
+};
+
+/// What weights must have in common to be stepped together.
+struct StepOptions {
+  double momentum = 0.95;
+  bool nesterov = true;
+  bool average = false;  // M ← μM + (1-μ)G instead of μM + G
+  uint64_t seed = 0;
+  ScaleOptions scale;
+  OrthogonalizeOptions orthogonalize;
+
+  bool operator==(const StepOptions&) const = default;
+};
+
+/// The groups of one segment, which lie one after the other in a bucket.
+struct Slot {
+  size_t weight = 0;          // index into the list of weights
+  int64_t axis = 0;           // 0: heads along rows, 1: along columns
+  std::vector<int64_t> rows;  // the segment's rows (or columns), group after group
+  int64_t groups = 1;         // per matrix
+  int64_t blocks = 1;         // groups × stacked matrices
+  int64_t first_block = 0;    // place in the bucket
+  bool transpose = false;     // blocks are taller than wide: they enter the bucket on their side
+  double scale = 1;           // factor on lr
+};
+
+/// Blocks of one oriented shape (short side first), orthogonalized in one call.
+struct Bucket {
+  int64_t short_side = 0;
+  int64_t long_side = 0;
+  int64_t blocks = 0;
+  at::TensorOptions tensor_options;  // device, and fp32 or fp64: devices and dtypes do not mix
+  std::vector<Slot> slots;
+};
+
+/// Which rows form which block at this step. No tensor is read but for its shape and device.
+/// A bucket is closed at `max_elements`, so that workspace does not grow with the model.
+std::vector<Bucket> make_plan(
+    const std::vector<Weight>& weights, const StepOptions& options,
+    int64_t max_elements = int64_t{1} << 26);
+
+/// Adds the gradients to the momentum and returns the direction of each weight: the momentum, or
+/// its Nesterov look-ahead. Elementwise, so it knows nothing of heads.
+std::vector<at::Tensor> accumulate_momentum(
+    const std::vector<Weight>& weights, const StepOptions& options);
+
+/// The bucket's blocks out of the directions: [blocks, short, long].
+at::Tensor gather(
+    const Bucket& bucket, const std::vector<at::Tensor>& directions,
+    const std::vector<Weight>& weights);
+
+/// weight -= lr · scale · block, each block back to the rows it came from.
+void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Weight>& weights);
+
+/// The whole step.
+void step(const std::vector<Weight>& weights, const StepOptions& options);
+
+/// Refuses weights that are not dense real matrices, naming the parameter.
+void check_value(const at::Tensor& value, const std::string& name);
+
+/// The same before a step, with its gradient and momentum.
+void check_step(const Weight& weight);
+
+}  // namespace group_muon

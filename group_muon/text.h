@@ -1,0 +1,58 @@
+#pragma once
+// Reading the short texts that describe groupings and layouts.
+
+#include <c10/util/Exception.h>
+
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace group_muon {
+
+/// "a,b,c" → {"a", "b", "c"}. Empty parts are kept, so that the caller can refuse them.
+inline std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const auto end = text.find(separator);
+    parts.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+/// "a@b" cut at the first '@' → {"a", "b"}; the second is empty where there is no '@'.
+inline std::pair<std::string_view, std::string_view> cut(std::string_view text, char separator) {
+  const auto at = text.find(separator);
+  if (at == std::string_view::npos) return {text, {}};
+  return {text.substr(0, at), text.substr(at + 1)};
+}
+
+/// A whole non-negative number, or an error that quotes the text it stands in.
+inline int64_t parse_number(std::string_view digits, std::string_view whole) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == digits.data() + digits.size() && value >= 0, "group_muon: '",
+      digits, "' in '", whole, "' should be a whole number, 0 or more");
+  return value;
+}
+
+inline std::vector<int64_t> parse_numbers(
+    std::string_view list, char separator, std::string_view whole) {
+  std::vector<int64_t> values;
+  for (const auto part : split(list, separator)) values.push_back(parse_number(part, whole));
+  return values;
+}
+
+inline std::string join(const std::vector<int64_t>& values, const char* separator) {
+  std::string text;
+  for (const auto value : values) {
+    if (!text.empty()) text += separator;
+    text += std::to_string(value);
+  }
+  return text;
+}
+
+}  // namespace group_muon

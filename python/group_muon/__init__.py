@@ -1,0 +1,45 @@
+"""Group Muon: Muon that orthogonalizes groups of attention heads."""
+
+from pathlib import Path
+
+import torch
+
+torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
+
+from group_muon.layouts import (  # noqa: E402
+    convolution,
+    grouping,
+    head_order,
+    interleaved_qkv,
+    mla_key_value,
+    mla_query,
+    output_projection,
+    packed_qkv,
+    plain,
+    separate,
+    stacked,
+    transposed,
+    with_grouping,
+)
+from group_muon.models import param_groups  # noqa: E402
+from group_muon.optimizer import GroupMuon, orthogonalize  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "GroupMuon",
+    "convolution",
+    "grouping",
+    "head_order",
+    "interleaved_qkv",
+    "mla_key_value",
+    "mla_query",
+    "orthogonalize",
+    "output_projection",
+    "packed_qkv",
+    "param_groups",
+    "plain",
+    "separate",
+    "stacked",
+    "transposed",
+    "with_grouping",
+]

@@ -1,0 +1,98 @@
+"""Layouts: where the heads of a weight lie. A layout is a text, made by these functions.
+
+Groupings are texts too: "all" (one group), "6:random", "3:interval", "2" (adjacent), an order of
+your own such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
+"""
+
+import torch
+
+_ops = torch.ops.group_muon
+
+
+def grouping(group_size: int | None = None, rule: str = "adjacent") -> str:
+    """The text of a grouping: grouping(6, "random") is "6:random"; no size means all heads."""
+    return "all" if group_size is None else f"{group_size}:{rule}"
+
+
+def plain() -> str:
+    """The whole matrix is one block: plain Muon."""
+    return _ops.plain()
+
+
+def convolution() -> str:
+    """A convolution's weight, flattened to out × (in · kernel)."""
+    return _ops.convolution()
+
+
+def packed_qkv(
+    heads: int,
+    head_dim: int,
+    kv_heads: int = 0,
+    value_dim: int = 0,
+    *,
+    q: str = "all",
+    k: str = "all",
+    v: str = "all",
+    share_qk: bool = False,
+) -> str:
+    """All query heads, then all key heads, then all value heads (GPT-2, nanoGPT).
+
+    share_qk lets Q and K draw the same random partition."""
+    return _ops.packed_qkv(heads, head_dim, kv_heads, value_dim, q, k, v, share_qk)
+
+
+def interleaved_qkv(
+    heads: int,
+    head_dim: int,
+    kv_heads: int = 0,
+    value_dim: int = 0,
+    *,
+    q: str = "all",
+    k: str = "all",
+    v: str = "all",
+    share_qk: bool = False,
+) -> str:
+    """[q, k, v] head by head (GPT-NeoX); with fewer KV heads [q … q, k, v] per KV head."""
+    return _ops.interleaved_qkv(heads, head_dim, kv_heads, value_dim, q, k, v, share_qk)
+
+
+def separate(heads: int, head_dim: int, grouping: str = "all", name: str = "heads") -> str:
+    """A projection of its own: the heads one below the other."""
+    return _ops.separate(heads, head_dim, grouping, name)
+
+
+def mla_query(heads: int, nope_dim: int, rope_dim: int, grouping: str = "all") -> str:
+    """Query up-projection of multi-head latent attention: [nope, rope] head by head."""
+    return _ops.mla_query(heads, nope_dim, rope_dim, grouping)
+
+
+def mla_key_value(heads: int, nope_dim: int, value_dim: int, k: str = "all", v: str = "all") -> str:
+    """Key-value up-projection of multi-head latent attention: [k, v] head by head."""
+    return _ops.mla_key_value(heads, nope_dim, value_dim, k, v)
+
+
+def output_projection(heads: int, value_dim: int, grouping: str = "all") -> str:
+    """The output projection: its heads lie along the columns."""
+    return _ops.output_projection(heads, value_dim, grouping)
+
+
+def transposed(layout: str) -> str:
+    """The same weight stored in × out, as Hugging Face's Conv1D does."""
+    return _ops.transposed(layout)
+
+
+def stacked(layout: str) -> str:
+    """Each matrix of a weight with leading dimensions (experts × out × in) has this layout."""
+    return _ops.stacked(layout)
+
+
+def with_grouping(layout: str, grouping: str, segment: str = "") -> str:
+    """The layout with another grouping for the segments of that name ("" for all)."""
+    return _ops.with_grouping(layout, grouping, segment)
+
+
+def head_order(
+    heads: int, grouping: str, *, seed: int = 0, step: int = 0, parameter: str = "0", stream: int = 0
+) -> list[int]:
+    """The order in which heads are gathered at a step; each run of g heads is one group."""
+    return _ops.head_order(heads, grouping, seed, step, parameter, stream)

@@ -1,0 +1,256 @@
+"""GroupMuon as a torch.optim.Optimizer: a thin shell over the operator group_muon::step_."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.group_muon
+
+# Options that weights must share to be stepped in one call, in the operator's words.
+_SHARED = (
+    "momentum",
+    "nesterov",
+    "average",
+    "seed",
+    "base_scale",
+    "transfer",
+    "reference",
+    "method",
+    "coefficients",
+    "steps",
+    "tail_steps",
+    "restarts",
+    "precision",
+    "eps",
+    "relative_eps",
+    "rank_tolerance",
+)
+
+
+def _operator_options(options: dict) -> dict:
+    """Options as the operators take them: coefficients by name or, flat, by value."""
+    result = dict(options)
+    coefficients = options["coefficients"]
+    result["restarts"] = list(options["restarts"])
+    result["custom_coefficients"] = []
+    if not isinstance(coefficients, str):
+        result["coefficients"] = "quintic"
+        result["custom_coefficients"] = [float(value) for triple in coefficients for value in triple]
+    return result
+
+
+def _refuse_dtensor(parameter: Tensor, name: str) -> None:
+    module = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing is a DTensor
+    if module is not None and isinstance(parameter, module.DTensor):
+        raise TypeError(
+            f"group_muon: parameter '{name}' is a DTensor. Heads would be cut from the local shard "
+            "instead of the whole weight, so sharded weights are refused until GroupMuon can shard."
+        )
+
+
+def orthogonalize(
+    blocks: Tensor,
+    *,
+    method: str = "newton_schulz",
+    coefficients: str | Sequence[Sequence[float]] = "quintic",
+    steps: int = 5,
+    tail_steps: int = 0,
+    restarts: Sequence[int] = (),
+    precision: str = "bfloat16",
+    eps: float = 1e-7,
+    relative_eps: bool = True,
+    rank_tolerance: float = 0.0,
+) -> Tensor:
+    """Orthogonalizes every matrix of blocks (… × m × n); the result is in the working precision."""
+    options = dict(
+        method=method,
+        coefficients=coefficients,
+        steps=steps,
+        tail_steps=tail_steps,
+        restarts=restarts,
+        precision=precision,
+        eps=eps,
+        relative_eps=relative_eps,
+        rank_tolerance=rank_tolerance,
+    )
+    return _ops.orthogonalize(blocks, **_operator_options(options))
+
+
+class GroupMuon(torch.optim.Optimizer):
+    """Muon that orthogonalizes groups of attention heads.
+
+    Args:
+        params: matrices (or parameter groups of them); embeddings, head, gains and biases belong
+            to AdamW. ``group_muon.param_groups(model)`` makes the split.
+        lr: learning rate; with the default scale the size of one entry's step.
+        momentum: in [0, 1).
+        nesterov: orthogonalize the look-ahead G + μM instead of M.
+        average: momentum as a running average, μM + (1-μ)G, instead of as a sum, μM + G.
+        weight_decay: decoupled.
+        layout: where the heads lie and how they are grouped: see ``group_muon.packed_qkv`` and
+            its neighbours. The default is plain Muon.
+        seed: of the random partitions, which depend on it, the step and the parameter's name
+            (pass named parameters) or place.
+        method: "newton_schulz", "gram" (same polynomial, on the Gram matrix) or "exact" (SVD).
+        coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
+        steps: iterations, for named coefficients.
+        tail_steps: further iterations that converge to the exact polar factor.
+        restarts: for "gram", steps after which to start anew; empty: chosen by conditioning.
+        precision: "bfloat16", "float32" or "float64".
+        eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
+        rank_tolerance: for "exact", the fraction of the largest singular value that counts as 0.
+        base_scale: "naive", "keller_jordan", "mup", "moonlight" or "sqrt_max".
+        transfer: how lr moves from the reference shape to a block's: the same names, or "same".
+        reference: "segment" (Q, K or V alone) or "matrix" (the whole weight).
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 3.6e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        average: bool = False,
+        weight_decay: float = 0.0,
+        layout: str = "rows",
+        seed: int = 0,
+        method: str = "newton_schulz",
+        coefficients: str | Sequence[Sequence[float]] = "quintic",
+        steps: int = 5,
+        tail_steps: int = 0,
+        restarts: Sequence[int] = (),
+        precision: str = "bfloat16",
+        eps: float = 1e-7,
+        relative_eps: bool = True,
+        rank_tolerance: float = 0.0,
+        base_scale: str = "sqrt_max",
+        transfer: str = "same",
+        reference: str = "segment",
+    ) -> None:
+        defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check(*list(self._named_groups())[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def set_grouping(self, grouping: str, segment: str = "") -> None:
+        """Another grouping from the next step on, for the segments of that name ("" for all) in
+        every parameter group that has one. Momentum is kept."""
+        changes = []  # all layouts are checked before the first is changed
+        for group, names in self._named_groups():
+            if _ops.has_segment(group["layout"], segment):
+                layout = _ops.with_grouping(group["layout"], grouping, segment)
+                self._check(group | {"layout": layout}, names)
+                changes.append((group, layout))
+        if not changes:
+            raise ValueError(f"group_muon: no parameter group has a segment '{segment}' to group")
+        for group, layout in changes:
+            group["layout"] = layout
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Groups whose options allow it are stepped together, so that their blocks batch.
+        batches: dict[str, tuple[dict, list]] = {}
+        for group, names in self._named_groups():
+            shared = {key: group[key] for key in _SHARED}
+            _, weights = batches.setdefault(repr(shared), (shared, []))
+            lr = float(group["lr"])
+            for parameter, name in zip(group["params"], names):
+                if parameter.grad is None:
+                    continue
+                _refuse_dtensor(parameter, name)
+                state = self._state_of(parameter)
+                weights.append(
+                    (parameter, parameter.grad, state["momentum_buffer"], group["layout"], name,
+                     state["step"], lr, float(group["weight_decay"]))
+                )  # fmt: skip
+                state["step"] += 1
+        for shared, weights in batches.values():
+            if weights:
+                _ops.step_(*map(list, zip(*weights)), **_operator_options(shared))
+        return loss
+
+    def load_muon(self, muon: "torch.optim.Muon | dict") -> None:
+        """Takes over the momentum of a torch.optim.Muon over the same parameters, or of its
+        state_dict (by parameter names where both have them, else in order)."""
+        buffers = self._muon_buffers(muon)
+        for group, names in self._named_groups():
+            for parameter, name in zip(group["params"], names):
+                if id(parameter) not in buffers:
+                    raise ValueError(f"group_muon: the other optimizer has no parameter '{name}'")
+                buffer, momentum = buffers[id(parameter)]
+                if buffer is None:
+                    continue
+                if buffer.shape != parameter.shape:
+                    raise ValueError(
+                        f"group_muon: momentum of shape {tuple(buffer.shape)} does not fit parameter "
+                        f"'{name}' of shape {tuple(parameter.shape)}"
+                    )
+                # torch.optim.Muon keeps the average (1-μ)·ΣμⁱG; ours may be the plain sum.
+                scale = 1.0 if group["average"] else 1.0 / (1.0 - momentum)
+                self._state_of(parameter)["momentum_buffer"].copy_(buffer * scale)
+
+    def _muon_buffers(self, muon: "torch.optim.Muon | dict") -> dict:
+        """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other one."""
+        if isinstance(muon, torch.optim.Optimizer):
+            return {
+                id(p): (muon.state[p].get("momentum_buffer") if p in muon.state else None, g["momentum"])
+                for g in muon.param_groups
+                for p in g["params"]
+            }
+        theirs = [
+            (name, (muon["state"].get(index, {}).get("momentum_buffer"), group["momentum"]))
+            for group in muon["param_groups"]
+            for index, name in zip(group["params"], group.get("param_names") or group["params"])
+        ]
+        ours = [
+            (p, name) for group, names in self._named_groups() for p, name in zip(group["params"], names)
+        ]
+        by_name = dict(theirs)
+        if all(isinstance(name, str) for name in by_name):
+            return {id(p): by_name[name] for p, name in ours if name in by_name}
+        if len(theirs) != len(ours):
+            raise ValueError(
+                f"group_muon: the other optimizer has {len(theirs)} parameters, this one {len(ours)}; "
+                "pass named parameters to both"
+            )
+        return {id(p): entry for (p, _), (_, entry) in zip(ours, theirs)}
+
+    def _named_groups(self):
+        """Each group with the names of its parameters: given ones, or places in the optimizer."""
+        first = 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            yield group, group.get("param_names") or [str(first + i) for i in range(count)]
+            first += count
+
+    def _state_of(self, parameter: Tensor) -> dict:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
+        return state
+
+    def _check(self, group: dict, names: list[str]) -> None:
+        """Refuses what the operator would refuse at the first step, now."""
+        for parameter, name in zip(group["params"], names):
+            _refuse_dtensor(parameter, name)
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"group_muon: lr should have one element, not {group['lr'].numel()}")
+        _ops.check(
+            group["params"], names, group["layout"], float(group["lr"]), float(group["weight_decay"]),
+            **_operator_options({key: group[key] for key in _SHARED}),
+        )  # fmt: skip

@@ -1,0 +1,169 @@
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "group_muon/grouping.h"
+#include "testing.h"
+
+namespace group_muon {
+namespace {
+
+using Groups = std::vector<std::vector<int64_t>>;
+
+Groups groups_of(int64_t heads, const std::string& text, const RandomKey& key = {}) {
+  const auto schedule = checked(parse_schedule(text), heads, "test: ");
+  const auto& grouping = grouping_at(schedule, key.step);
+  const auto order = head_order(heads, grouping, key);
+  Groups groups;
+  for (auto it = order.begin(); it != order.end(); it += grouping.group_size) {
+    groups.emplace_back(it, it + grouping.group_size);
+  }
+  return groups;
+}
+
+// 99.9% point of the chi-square distribution (Wilson and Hilferty's approximation).
+double chi_square_limit(double degrees) {
+  const double k = 2.0 / (9.0 * degrees);
+  return degrees * std::pow(1.0 - k + 3.09 * std::sqrt(k), 3);
+}
+
+TEST(Grouping, AdjacentIsThePapersExample) {
+  EXPECT_EQ(groups_of(12, "3:adjacent"), (Groups{{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9, 10, 11}}));
+}
+
+TEST(Grouping, IntervalIsThePapersExample) {
+  EXPECT_EQ(groups_of(12, "3:interval"), (Groups{{0, 4, 8}, {1, 5, 9}, {2, 6, 10}, {3, 7, 11}}));
+  EXPECT_EQ(groups_of(12, "6:interval"), (Groups{{0, 2, 4, 6, 8, 10}, {1, 3, 5, 7, 9, 11}}));
+}
+
+TEST(Grouping, ThePapersPermutationIsCutIntoRuns) {
+  EXPECT_EQ(
+      groups_of(12, "3:7-2-10-0-5-9-1-4-11-3-6-8"),
+      (Groups{{7, 2, 10}, {0, 5, 9}, {1, 4, 11}, {3, 6, 8}}));
+}
+
+TEST(Grouping, EveryRuleIsAPartitionForAnyNumberOfHeads) {
+  for (int64_t heads = 1; heads <= 40; ++heads) {
+    for (int64_t g = 1; g <= heads; ++g) {
+      if (heads % g != 0) continue;
+      for (const auto rule :
+           {GroupingRule::kAdjacent, GroupingRule::kInterval, GroupingRule::kRandom}) {
+        auto order = head_order(heads, {.group_size = g, .rule = rule}, {.seed = 3});
+        ASSERT_EQ(static_cast<int64_t>(order.size()), heads);
+        std::sort(order.begin(), order.end());
+        for (int64_t head = 0; head < heads; ++head) ASSERT_EQ(order[head], head);
+      }
+    }
+  }
+}
+
+TEST(RandomGrouping, EveryStepDrawsAnotherPartition) {
+  std::set<std::vector<int64_t>> seen;
+  for (int64_t step = 0; step < 1000; ++step) seen.insert(random_permutation(12, {.step = step}));
+  EXPECT_EQ(seen.size(), 1000U);  // of 479,001,600
+}
+
+TEST(RandomGrouping, TheSameStepDrawsTheSameAfterARestart) {
+  // Nothing is carried from draw to draw, so asking for step 700 alone is a restart at step 700.
+  std::vector<std::vector<int64_t>> run;
+  for (int64_t step = 0; step < 800; ++step) {
+    run.push_back(random_permutation(12, {5, step, parameter_key("h.0.attn"), 1}));
+  }
+  EXPECT_EQ(random_permutation(12, {5, 700, parameter_key("h.0.attn"), 1}), run[700]);
+}
+
+TEST(RandomGrouping, ValuesAreFixedForAllTime) {
+  // A change here changes what a seed means, for checkpoints and for results already published.
+  EXPECT_EQ(parameter_key("a"), 0xaf63dc4c8601ec8cULL);  // FNV-1a's published value
+  EXPECT_EQ(
+      random_permutation(12, {.parameter = parameter_key("0")}),
+      (std::vector<int64_t>{10, 6, 5, 2, 0, 11, 3, 4, 1, 8, 9, 7}));
+}
+
+TEST(RandomGrouping, SeedStepParameterAndSegmentAllMatter) {
+  const RandomKey key{1, 2, parameter_key("a"), 0};
+  std::set<std::vector<int64_t>> draws = {
+      random_permutation(12, key), random_permutation(12, {2, 2, key.parameter, 0}),
+      random_permutation(12, {1, 3, key.parameter, 0}),
+      random_permutation(12, {1, 2, parameter_key("b"), 0}),
+      random_permutation(12, {1, 2, key.parameter, 1})};
+  EXPECT_EQ(draws.size(), 5U);
+}
+
+TEST(RandomGrouping, EveryHeadIsEquallyLikelyInEveryPlace) {
+  constexpr int64_t kHeads = 12, kDraws = 60000;
+  std::vector<std::vector<double>> count(kHeads, std::vector<double>(kHeads));
+  for (int64_t step = 0; step < kDraws; ++step) {
+    const auto order = random_permutation(kHeads, {.seed = 11, .step = step});
+    for (int64_t place = 0; place < kHeads; ++place) ++count[order[place]][place];
+  }
+  const double expected = static_cast<double>(kDraws) / kHeads;
+  double chi_square = 0;
+  for (const auto& row : count) {
+    for (const double n : row) chi_square += (n - expected) * (n - expected) / expected;
+  }
+  EXPECT_LT(chi_square, chi_square_limit((kHeads - 1) * (kHeads - 1)));
+  EXPECT_GT(chi_square, 70);  // not suspiciously even either (mean 121, deviation 16)
+}
+
+TEST(RandomGrouping, APairMeetsWithTheRightProbability) {
+  constexpr int64_t kHeads = 12, kDraws = 60000;
+  for (const int64_t g : {2, 3, 4, 6}) {
+    std::vector<double> met(kHeads * kHeads);
+    for (int64_t step = 0; step < kDraws; ++step) {
+      const auto order = random_permutation(kHeads, {.seed = 17, .step = step});
+      for (int64_t i = 0; i < kHeads; ++i) {
+        for (int64_t j = 0; j < kHeads; ++j) {
+          if (order[i] < order[j] && i / g == j / g) ++met[order[i] * kHeads + order[j]];
+        }
+      }
+    }
+    const double p = static_cast<double>(g - 1) / (kHeads - 1);
+    const double expected = kDraws * p;
+    double chi_square = 0;
+    for (int64_t i = 0; i < kHeads; ++i) {
+      for (int64_t j = i + 1; j < kHeads; ++j) {
+        const double difference = met[i * kHeads + j] - expected;
+        chi_square += difference * difference / (expected * (1 - p));
+        EXPECT_NEAR(met[i * kHeads + j] / kDraws, p, 5 * std::sqrt(p * (1 - p) / kDraws));
+      }
+    }
+    EXPECT_LT(chi_square, chi_square_limit(66)) << "g = " << g;
+  }
+}
+
+TEST(GroupingSchedule, HoldsFromItsStepOn) {
+  const auto schedule = parse_schedule("1@0,6:random@2000,all@5000");
+  EXPECT_EQ(grouping_at(schedule, 0).group_size, 1);
+  EXPECT_EQ(grouping_at(schedule, 1999).group_size, 1);
+  EXPECT_EQ(grouping_at(schedule, 2000).group_size, 6);
+  EXPECT_EQ(grouping_at(schedule, 2000).rule, GroupingRule::kRandom);
+  EXPECT_EQ(grouping_at(schedule, 1000000).group_size, 0);
+}
+
+TEST(GroupingSchedule, TextAndBack) {
+  for (const auto* text :
+       {"all", "6:random", "3:interval", "2", "3:2-0-1", "1,6:random@2000,all@5000"}) {
+    EXPECT_EQ(to_string(parse_schedule(text)), text);
+  }
+  EXPECT_EQ(to_string(parse_schedule("1:adjacent@0,6:random@20")), "1,6:random@20");
+}
+
+TEST(GroupingErrors, NameTheValueAndWhatWouldBeValid) {
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "5"), "group size 5 does not divide 12 heads; use one of 1, 2, 3, 4, 6, 12");
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "6:randon"),
+      "unknown grouping rule 'randon' in '6:randon': use adjacent, interval, random");
+  EXPECT_ERROR_SAYS(groups_of(12, "0"), "group size 0");
+  EXPECT_ERROR_SAYS(groups_of(12, "six"), "'six' in 'six' should be a whole number");
+  EXPECT_ERROR_SAYS(groups_of(12, "-3"), "'-3' in '-3' should be a whole number");
+  EXPECT_ERROR_SAYS(groups_of(12, ""), "should be a whole number");
+  EXPECT_ERROR_SAYS(groups_of(4, "2:0-1-2-2"), "should name each of the heads 0 … 3 once");
+  EXPECT_ERROR_SAYS(groups_of(12, "6@10"), "should hold from step 0, not 10");
+  EXPECT_ERROR_SAYS(groups_of(12, "6,3@10,2@10"), "should rise, but 10 follows 10");
+  EXPECT_ERROR_SAYS(checked(GroupingSchedule{}, 12, "here: "), "here: no grouping is given");
+}
+
+}  // namespace
+}  // namespace group_muon

@@ -1,0 +1,284 @@
+"""param_groups on real models: Hugging Face's own classes with small configs, nanoGPT's shapes, torch's."""
+
+import io
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import group_muon
+from group_muon import GroupMuon, param_groups
+
+
+def layouts_of(groups):
+    """name → layout"""
+    return {name: group["layout"] for group in groups for name, _ in group["params"]}
+
+
+def names_of(groups):
+    return [name for group in groups for name, _ in group["params"]]
+
+
+def trains(model, **options):
+    """Groups the model, takes a step on real gradients, and returns (layouts, AdamW's names, table)."""
+    table = io.StringIO()
+    muon, adamw = param_groups(model, file=table, **options)
+    layouts, adamw_names = layouts_of(muon), names_of(adamw)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sorted([*layouts, *adamw_names]) == sorted(trainable)  # each weight once
+    optimizers = [GroupMuon(muon, lr=0.01), torch.optim.AdamW(adamw, lr=0.01)]
+    tokens = torch.randint(64, (2, 8))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.grad.abs().max() > 0:
+            assert not torch.equal(p, before[name]), name
+            assert p.isfinite().all(), name
+    return layouts, adamw_names, table.getvalue()
+
+
+SMALL = dict(vocab_size=64, num_hidden_layers=2, hidden_size=48, intermediate_size=96)
+
+
+def test_gpt2_is_packed_and_stored_in_by_out():
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=48, n_layer=2, n_head=12)
+    layouts, adamw, table = trains(transformers.GPT2LMHeadModel(config), group_size=6, rule="random")
+    assert layouts["transformer.h.1.attn.c_attn.weight"] == (
+        "columns transposed q=12x4@0+4/6:random k=12x4@48+4/6:random~1 v=12x4@96+4/all~2"
+    )
+    assert layouts["transformer.h.0.attn.c_proj.weight"] == "rows transposed o=12x4@0+4/all"
+    assert layouts["transformer.h.0.mlp.c_fc.weight"] == "rows"
+    assert "transformer.wte.weight" in adamw and "transformer.wpe.weight" in adamw
+    assert "transformer.h.0.ln_1.weight" in adamw and "transformer.h.0.attn.c_attn.bias" in adamw
+    assert "packed QKV, 12 heads × 4 (module.num_heads), in × out" in table
+    assert "transformer.h.*.attn.c_attn.weight" in table and "q 12/6:random k 12/6:random v 12/all" in table
+
+
+@pytest.mark.parametrize(
+    "family, config",
+    [
+        (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+        (transformers.MistralForCausalLM, transformers.MistralConfig),
+        (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
+        (transformers.Qwen3ForCausalLM, transformers.Qwen3Config),
+    ],
+)
+def test_grouped_query_families(family, config):
+    model = family(config(**SMALL, num_attention_heads=12, num_key_value_heads=4, head_dim=4))
+    layouts, adamw, table = trains(model, group_size=6, rule="interval")
+    prefix = "model.layers.0.self_attn."
+    assert layouts[prefix + "q_proj.weight"] == "rows q=12x4@0+4/6:interval"
+    assert layouts[prefix + "k_proj.weight"] == "rows k=4x4@0+4/4:interval"  # all four: fewer than 6
+    assert layouts[prefix + "v_proj.weight"] == "rows v=4x4@0+4/all"
+    assert "lm_head.weight" in adamw and "model.embed_tokens.weight" in adamw
+    assert "UNRESOLVED" not in table
+
+
+def test_groupings_of_ones_own_for_each_segment():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, num_attention_heads=12, num_key_value_heads=4, head_dim=4)
+    )
+    layouts, _, _ = trains(model, group_size={"q": 3, "k": "2:interval", "v": "1@0,4@2000", "o": 2}, rule="random")
+    prefix = "model.layers.0.self_attn."
+    assert layouts[prefix + "q_proj.weight"].endswith("/3:random")
+    assert layouts[prefix + "k_proj.weight"].endswith("/2:interval")
+    assert layouts[prefix + "v_proj.weight"].endswith("/1,4@2000")
+    assert layouts[prefix + "o_proj.weight"] == "columns o=12x4@0+4/2:random"
+
+
+def test_neox_is_interleaved():
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12))
+    layouts, adamw, table = trains(model, group_size=6)
+    assert layouts["gpt_neox.layers.0.attention.query_key_value.weight"] == (
+        "rows q=12x4@0+12/6:random k=12x4@4+12/6:random~1 v=12x4@8+12/all~2"
+    )
+    assert "lm_head.weight" in adamw
+    assert "interleaved QKV, 12 heads × 4" in table
+
+
+def test_interleaved_rows_are_the_models_own():
+    """The layout's query rows are those that the model really reads as queries."""
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12)).eval()
+    weight = model.gpt_neox.layers[0].attention.query_key_value.weight
+    bias = model.gpt_neox.layers[0].attention.query_key_value.bias
+    tokens = torch.randint(64, (1, 6))
+    reference = model(tokens).logits
+    # Scaling q by 2 and k by 1/2, by the layout's rows, must not change the model.
+    with torch.no_grad():
+        for head in range(12):
+            for tensor in (weight, bias):
+                tensor[12 * head : 12 * head + 4] *= 2
+                tensor[12 * head + 4 : 12 * head + 8] /= 2
+    assert torch.allclose(model(tokens).logits, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_deepseek_mla(q_lora_rank):
+    config = transformers.DeepseekV3Config(
+        **SMALL, num_attention_heads=12, num_key_value_heads=12, q_lora_rank=q_lora_rank, kv_lora_rank=16,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    assert model.model.layers[0].self_attn.config.head_dim == 4  # the rope part only: not to be trusted
+    layouts, _, table = trains(model, group_size=6)
+    prefix = "model.layers.0.self_attn."
+    query = prefix + ("q_proj.weight" if q_lora_rank is None else "q_b_proj.weight")
+    assert layouts[query] == "rows nope=12x6@0+10/6:random rope=12x4@6+10/6:random~1"
+    assert layouts[prefix + "kv_b_proj.weight"] == "rows k=12x6@0+11/6:random v=12x5@6+11/all~1"
+    assert layouts[prefix + "o_proj.weight"] == "columns o=12x5@0+5/all"
+    assert layouts[prefix + "kv_a_proj_with_mqa.weight"] == "rows"
+    experts = [name for name in layouts if ".mlp.experts." in name]
+    assert experts and "UNRESOLVED" not in table
+    if q_lora_rank:
+        assert "MLA, 12 heads" in table
+
+
+def test_bert():
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, num_attention_heads=12, is_decoder=True))
+    layouts, _, _ = trains(model, group_size=6)
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert layouts[name] == "rows q=12x4@0+4/6:random"
+
+
+@pytest.mark.parametrize("new, multi_query", [(True, True), (False, True), (False, False)])
+def test_falcon_has_three_orders(new, multi_query):
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, num_kv_heads=4 if new else 12,
+        new_decoder_architecture=new, multi_query=multi_query, bias=False,
+    )  # fmt: skip
+    layouts, _, table = trains(transformers.FalconForCausalLM(config), group_size=6)
+    layout = layouts["transformer.h.0.self_attention.query_key_value.weight"]
+    assert "UNRESOLVED" not in table
+    if new:
+        assert "k=4x4@12+20/" in layout
+    elif multi_query:
+        assert "q=12x4@0+4/" in layout and "k=1x4@48+4/" in layout
+    else:
+        assert "q=12x4@0+12/" in layout
+
+
+def test_phi3_is_packed_with_fewer_kv_heads():
+    config = transformers.Phi3Config(
+        **SMALL, num_attention_heads=12, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    layouts, _, _ = trains(transformers.Phi3ForCausalLM(config), group_size=6)
+    assert "k=4x4@48+4/" in layouts["model.layers.0.self_attn.qkv_proj.weight"]
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's attention: sizes n_head and n_embd, weights c_attn and c_proj."""
+
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd, bias=False)
+        self.c_proj = nn.Linear(n_embd, n_embd, bias=False)
+        self.n_head, self.n_embd = n_head, n_embd
+
+
+class NanoGpt(nn.Module):
+    def __init__(self, n_head=12, attention=CausalSelfAttention):
+        super().__init__()
+        self.wte = nn.Embedding(64, 48)
+        self.attn = attention(48, n_head)
+        self.mlp = nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48))
+        self.lm_head = nn.Linear(48, 64, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+
+def test_nanogpt_and_its_tied_head():
+    muon, adamw = param_groups(NanoGpt(), verbose=False)
+    assert layouts_of(muon)["attn.c_attn.weight"] == (
+        "rows q=12x4@0+4/6:random k=12x4@48+4/6:random~1 v=12x4@96+4/all~2"
+    )
+    assert layouts_of(muon)["mlp.0.weight"] == "rows"
+    assert names_of(adamw) == ["wte.weight", "mlp.0.bias", "mlp.1.bias"]
+
+
+def test_q_and_k_can_share_a_partition():
+    muon, _ = param_groups(NanoGpt(), share_qk=True, verbose=False)
+    assert "k=12x4@48+4/6:random v" in layouts_of(muon)["attn.c_attn.weight"]
+
+
+def test_head_counts_are_never_guessed():
+    class Silent(CausalSelfAttention):
+        def __init__(self, n_embd, n_head):
+            super().__init__(n_embd, n_head)
+            del self.n_head
+
+    table = io.StringIO()
+    muon, _ = param_groups(NanoGpt(attention=Silent), file=table)
+    assert layouts_of(muon)["attn.c_attn.weight"] == "rows"
+    assert "UNRESOLVED, so plain: neither the module nor its config declares num_heads" in table.getvalue()
+
+
+def test_a_stale_head_count_is_not_trusted():
+    """DeepSpeed #8384: the module says 6 heads of 4, but the weight has rows for 12."""
+    model = NanoGpt()
+    model.attn.n_head, model.attn.head_dim = 6, 4
+    table = io.StringIO()
+    muon, _ = param_groups(model, file=table)
+    assert layouts_of(muon)["attn.c_attn.weight"] == "rows"
+    assert "72 rows declared (module.n_head), but the shape is (144, 48)" in table.getvalue()
+
+
+def test_unknown_attention_stays_plain_and_is_said():
+    class OddAttention(nn.Module):
+        def __init__(self, n_embd, n_head):
+            super().__init__()
+            self.mix = nn.Linear(n_embd, n_embd)
+
+    table = io.StringIO()
+    muon, _ = param_groups(NanoGpt(attention=OddAttention), file=table)
+    assert layouts_of(muon)["attn.mix.weight"] == "rows"
+    assert "UNRESOLVED, so plain: OddAttention is not a known kind of attention" in table.getvalue()
+
+
+def test_tall_projections_are_pointed_out():
+    class Tall(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.head_dim = 12, 8
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(self, name, nn.Linear(48, 96))
+
+    table = io.StringIO()
+    param_groups(Tall(), file=table)
+    assert "taller than wide: ungrouped, heads share 48 directions" in table.getvalue()
+
+
+def test_convolutions_and_multihead_attention():
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch = nn.Conv2d(3, 24, 4)
+            self.attn = nn.MultiheadAttention(24, 6, kdim=12, vdim=12)
+            self.head = nn.Linear(24, 10)
+
+    muon, adamw = param_groups(Vision(), group_size=3, verbose=False)
+    layouts = layouts_of(muon)
+    assert layouts["patch.weight"] == "rows flatten"
+    assert layouts["attn.k_proj_weight"] == "rows k=6x4@0+4/3:random"
+    assert "head.weight" in names_of(adamw)
+
+
+def test_frozen_weights_are_left_out():
+    model = NanoGpt()
+    model.attn.requires_grad_(False)
+    muon, adamw = param_groups(model, verbose=False)
+    assert not any("attn" in name for name in names_of(muon) + names_of(adamw))
+
+
+def test_a_group_size_that_does_not_divide_names_the_weight():
+    muon, _ = param_groups(NanoGpt(), group_size=5, verbose=False)
+    with pytest.raises(ValueError, match="parameter 'attn.c_attn.weight', segment 'q': group size 5 does not divide 12 heads"):
+        GroupMuon(muon)
+
+
+def test_unknown_segments_are_refused():
+    with pytest.raises(ValueError, match="unknown segment 'x': use q, k, v or o"):
+        param_groups(NanoGpt(), group_size={"x": 2})
+    assert group_muon.__version__

@@ -67,22 +67,24 @@ struct WithOptions;
 
 template <typename... Options>
 struct WithOptions<GroupMuonOptions(Options...)> {
-  static void step_(
+  static void step_weights(
       const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
       const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
-      const Ints& seen_steps, const Floats& lrs, const Floats& weight_decays, Options... options) {
+      const Texts& partitions, const Ints& seen_steps, const Floats& lrs,
+      const Floats& weight_decays, Options... options) {
     const auto count = weights.size();
     TORCH_CHECK_VALUE(
         grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
-            names.size() == count && seen_steps.size() == count && lrs.size() == count &&
-            weight_decays.size() == count,
+            names.size() == count && partitions.size() == count && seen_steps.size() == count &&
+            lrs.size() == count && weight_decays.size() == count,
         "group_muon: step_ needs lists of one length, that of the ", count, " weights");
     std::vector<Weight> list;
+    list.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       list.push_back(
           {weights[i], grads[i], momentum_buffers[i],
-           checked_layout(weights[i], layouts[i], names[i]), names[i], seen_steps[i], lrs[i],
-           weight_decays[i]});
+           checked_layout(weights[i], layouts[i], names[i]), names[i], partitions[i], seen_steps[i],
+           lrs[i], weight_decays[i]});
       check_step(list.back());
     }
     step(list, step_options(step_fields(options...)));
@@ -173,13 +175,14 @@ Ints head_order_op(
 }  // namespace
 
 TORCH_LIBRARY(group_muon, m) {
-  const auto define = [&m](std::string schema, auto&&... kernel) {
+  const auto define = [&m](const std::string& schema, auto&&... kernel) {
     m.def(schema.c_str(), std::forward<decltype(kernel)>(kernel)...);
   };
   define(
       std::string(
           "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
-          "str[] layouts, str[] names, int[] seen_steps, float[] lrs, float[] weight_decays, *, ") +
+          "str[] layouts, str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] "
+          "weight_decays, *, ") +
       kStepSchema + kOrthogonalizeSchema + ") -> ()");
   define(std::string("orthogonalize(Tensor blocks, *, ") + kOrthogonalizeSchema + ") -> Tensor");
   define(
@@ -222,7 +225,7 @@ TORCH_LIBRARY(group_muon, m) {
 }
 
 TORCH_LIBRARY_IMPL(group_muon, CompositeExplicitAutograd, m) {
-  m.impl("step_", &StepOperators::step_);
+  m.impl("step_", &StepOperators::step_weights);
   m.impl("orthogonalize", orthogonalize_op);
 }
 

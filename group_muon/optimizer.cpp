@@ -49,14 +49,21 @@ std::string parameter_name(const GroupMuonOptions& options, size_t in_group, siz
   return options.names().empty() ? std::to_string(in_optimizer) : options.names()[in_group];
 }
 
+// The name of a parameter's random partitions.
+std::string partition_name(const GroupMuonOptions& options, size_t in_group, size_t in_optimizer) {
+  return options.partitions().empty() ? parameter_name(options, in_group, in_optimizer)
+                                      : options.partitions()[in_group];
+}
+
 // All that can be said against a group before its first step.
 void check_group(const OptimizerParamGroup& group, size_t first_index) {
   const auto& options = static_cast<const GroupMuonOptions&>(group.options());
   step_options(options);
-  TORCH_CHECK_VALUE(
-      options.names().empty() || options.names().size() == group.params().size(),
-      "group_muon: ", options.names().size(), " names are given for ", group.params().size(),
-      " parameters");
+  for (const auto& names : {options.names(), options.partitions()}) {
+    TORCH_CHECK_VALUE(
+        names.empty() || names.size() == group.params().size(), "group_muon: ", names.size(),
+        " names are given for ", group.params().size(), " parameters");
+  }
   for (size_t i = 0; i < group.params().size(); ++i) {
     const auto name = parameter_name(options, i, first_index + i);
     check_value(group.params()[i], name);
@@ -97,6 +104,7 @@ void GroupMuonOptions::for_each_field(Visit&& visit) {
   visit("weight_decay", &Self::weight_decay_);
   visit("layout", &Self::layout_);
   visit("names", &Self::names_);
+  visit("partitions", &Self::partitions_);
   visit("seed", &Self::seed_);
   visit("method", &Self::method_);
   visit("coefficients", &Self::coefficients_);
@@ -257,8 +265,8 @@ torch::Tensor GroupMuon::step(LossClosure closure) {
       auto& state = state_of(state_, parameter);
       batch->second.push_back(
           {parameter, parameter.grad(), state.momentum_buffer(),
-           checked(options.layout(), parameter.sizes(), name), name, state.step(), options.lr(),
-           options.weight_decay()});
+           checked(options.layout(), parameter.sizes(), name), name,
+           partition_name(options, i, index), state.step(), options.lr(), options.weight_decay()});
       check_step(batch->second.back());
     }
   }

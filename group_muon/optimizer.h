@@ -32,6 +32,9 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   /// Stable names of this group's weights: the random partitions depend on them. Without names, the
   /// place in the optimizer counts.
   TORCH_ARG(std::vector<std::string>, names);
+  /// Other names for the random partitions alone: weights of one name draw the same, such as Q and
+  /// K of a layer. Empty: as `names`.
+  TORCH_ARG(std::vector<std::string>, partitions);
   TORCH_ARG(int64_t, seed) = 0;
 
   /// newton_schulz, gram, exact.
@@ -98,7 +101,8 @@ class GroupMuon : public torch::optim::Optimizer {
   explicit GroupMuon(std::vector<torch::Tensor> params, GroupMuonOptions defaults = {});
 
   /// libtorch's own replaces the options of optimizers it does not know by the defaults.
-  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+  void add_param_group(  // NOLINT(bugprone-derived-method-shadowing-base-method): on purpose
+      const torch::optim::OptimizerParamGroup& param_group);
 
   /// Another grouping from the next step on, for the segments of that name ("" for all) in every
   /// parameter group that has one. Momentum is kept.

@@ -104,7 +104,8 @@ Tensor polar_factor(const Tensor& x, double rank_tolerance) {
   const auto [u, s, vh] = at::linalg_svd(at::where(finite, x, at::zeros({}, x.options())), false);
   const double epsilon = x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                                         : std::numeric_limits<float>::epsilon();
-  const double tolerance = rank_tolerance > 0 ? rank_tolerance : epsilon * x.size(-1);
+  const double tolerance =
+      rank_tolerance > 0 ? rank_tolerance : epsilon * static_cast<double>(x.size(-1));
   const Tensor kept = (s > s.amax(-1, true) * tolerance).to(x.scalar_type());
   const Tensor polar = at::bmm(u * kept.unsqueeze(-2), vh);
   return at::where(finite, polar, at::full({}, std::nan(""), x.options()));
@@ -148,7 +149,7 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
   // fine grid of them through all steps and take the restart with the smallest max q / min q.
   const auto total = static_cast<int64_t>(coefficients.size());
   std::vector<double> grid;
-  for (double x = 1; x > 1e-4; x *= 0.99) grid.push_back(x);
+  for (int i = 0; i < 920; ++i) grid.push_back(std::pow(0.99, i));  // 1 … 1e-4
   const auto condition = [&](int64_t begin, int64_t end) {
     double smallest = std::numeric_limits<double>::infinity();
     double largest = 0;

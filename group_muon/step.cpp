@@ -87,7 +87,7 @@ ShapedSlot plan_segment(
     const Weight& weight, const MatrixShape& shape, const Segment& segment,
     const StepOptions& options) {
   const auto& grouping = grouping_at(segment.schedule, weight.step);
-  const RandomKey key{options.seed, weight.step, parameter_key(weight.name), segment.stream};
+  const RandomKey key{options.seed, weight.step, parameter_key(weight.partition), segment.stream};
   const bool by_rows = weight.layout.axis == Axis::kRows;
   const auto side = [&](int64_t extent) {
     return by_rows ? std::pair{extent, shape.cols} : std::pair{shape.rows, extent};
@@ -148,22 +148,19 @@ void check_step(const Weight& weight) {
       weight.momentum.sizes());
 }
 
-std::vector<Tensor> accumulate_momentum(
-    const std::vector<Weight>& weights, const StepOptions& options) {
+void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options) {
+  if (weights.empty()) return;
   std::vector<Tensor> buffers, grads;
   for (const auto& weight : weights) {
     buffers.push_back(weight.momentum);
     grads.push_back(weight.grad.to(weight.momentum.scalar_type()));
   }
-  if (buffers.empty()) return {};
-  const double mu = options.momentum;
   if (options.average) {
-    at::_foreach_lerp_(buffers, grads, 1 - mu);
-    return options.nesterov ? at::_foreach_lerp(grads, buffers, mu) : buffers;
+    at::_foreach_lerp_(buffers, grads, 1 - options.momentum);
+  } else {
+    at::_foreach_mul_(buffers, options.momentum);
+    at::_foreach_add_(buffers, grads);
   }
-  at::_foreach_mul_(buffers, mu);
-  at::_foreach_add_(buffers, grads);
-  return options.nesterov ? at::_foreach_add(grads, buffers, mu) : buffers;
 }
 
 std::vector<Bucket> make_plan(
@@ -200,13 +197,20 @@ std::vector<Bucket> make_plan(
 }
 
 Tensor gather(
-    const Bucket& bucket, const std::vector<Tensor>& directions,
-    const std::vector<Weight>& weights) {
-  const Tensor blocks =
+    const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
+  Tensor blocks =
       at::empty({bucket.blocks, bucket.short_side, bucket.long_side}, bucket.tensor_options);
   for (const auto& slot : bucket.slots) {
-    const Tensor matrices = as_matrices(directions[slot.weight], shape_of(weights[slot.weight]));
-    slot_blocks(slot, blocks).copy_(split_groups(select_rows(matrices, slot), slot));
+    const auto& weight = weights[slot.weight];
+    const auto slot_of = [&](const Tensor& tensor) {
+      return split_groups(select_rows(as_matrices(tensor, shape_of(weight)), slot), slot);
+    };
+    Tensor target = slot_blocks(slot, blocks);
+    target.copy_(slot_of(weight.momentum));
+    if (!options.nesterov) continue;
+    // Sum: G + μM. Average: (1-μ)G + μM.
+    target.mul_(options.momentum);
+    target.add_(slot_of(weight.grad), options.average ? 1 - options.momentum : 1);
   }
   return blocks;
 }
@@ -223,13 +227,13 @@ void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>
 
 void step(const std::vector<Weight>& weights, const StepOptions& options) {
   const at::NoGradGuard no_grad;
-  const auto directions = accumulate_momentum(weights, options);
+  accumulate_momentum(weights, options);
   for (const auto& weight : weights) {
     if (weight.weight_decay != 0) weight.value.mul_(1 - weight.lr * weight.weight_decay);
   }
   for (const auto& bucket : make_plan(weights, options)) {
-    apply(
-        bucket, orthogonalize(gather(bucket, directions, weights), options.orthogonalize), weights);
+    const Tensor blocks = gather(bucket, weights, options);
+    apply(bucket, orthogonalize(blocks, options.orthogonalize), weights);
   }
 }
 

@@ -21,9 +21,10 @@ struct Weight {
   at::Tensor value;
   at::Tensor grad;
   at::Tensor momentum;
-  Layout layout;     // checked() against the value's sizes
-  std::string name;  // names its random partitions
-  int64_t step = 0;  // steps this weight has seen before this one
+  Layout layout;          // checked() against the value's sizes
+  std::string name;       // in messages
+  std::string partition;  // names its random partitions; weights with one name share them
+  int64_t step = 0;       // steps this weight has seen before this one
   double lr = 0;
   double weight_decay = 0;
 };
@@ -61,21 +62,19 @@ struct Bucket {
   std::vector<Slot> slots;
 };
 
+/// Adds the gradients to the momentum. Elementwise, so it knows nothing of heads.
+void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options);
+
 /// Which rows form which block at this step. No tensor is read but for its shape and device.
-/// A bucket is closed at `max_elements`, so that workspace does not grow with the model.
+/// A bucket is closed at `max_elements`: 32 MB in fp32 stay in reach of the cache, and workspace
+/// does not grow with the model.
 std::vector<Bucket> make_plan(
     const std::vector<Weight>& weights, const StepOptions& options,
-    int64_t max_elements = int64_t{1} << 26);
+    int64_t max_elements = int64_t{1} << 23);
 
-/// Adds the gradients to the momentum and returns the direction of each weight: the momentum, or
-/// its Nesterov look-ahead. Elementwise, so it knows nothing of heads.
-std::vector<at::Tensor> accumulate_momentum(
-    const std::vector<Weight>& weights, const StepOptions& options);
-
-/// The bucket's blocks out of the directions: [blocks, short, long].
+/// The bucket's blocks of momentum, or of its Nesterov look-ahead: [blocks, short, long].
 at::Tensor gather(
-    const Bucket& bucket, const std::vector<at::Tensor>& directions,
-    const std::vector<Weight>& weights);
+    const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options);
 
 /// weight -= lr · scale · block, each block back to the rows it came from.
 void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Weight>& weights);

@@ -41,6 +41,7 @@ GroupMuonOptions unusual_options() {
       .weight_decay(0.1)
       .layout(separate(6, 2, parse_schedule("1,3:random@2")))
       .names({"a", "b"})
+      .partitions({"c", "c"})
       .seed(42)
       .method("gram")
       .coefficients("polar_express")
@@ -180,6 +181,24 @@ TEST_F(OptimizerTest, PartitionsFollowTheName) {
   EXPECT_TRUE(torch::equal(run(false, "w", 1), run(true, "w", 1)));
   EXPECT_FALSE(torch::equal(run(false, "w", 1), run(false, "v", 1)));
   EXPECT_FALSE(torch::equal(run(false, "w", 1), run(false, "w", 2)));
+}
+
+TEST_F(OptimizerTest, SeparateQAndKCanShareAPartition) {
+  // Equal values and gradients: equal steps if, and only if, the partitions are equal.
+  const Tensor value = torch::randn({24, 16}), grad = torch::randn({24, 16});
+  const auto steps_are_equal = [&](const std::vector<std::string>& partitions) {
+    Tensor q = value.clone().requires_grad_(), k = value.clone().requires_grad_();
+    q.mutable_grad() = k.mutable_grad() = grad;
+    GroupMuon optimizer(
+        {q, k}, GroupMuonOptions(0.1)
+                    .names({"q", "k"})
+                    .partitions(partitions)
+                    .layout(separate(12, 2, parse_schedule("6:random"))));
+    optimizer.step();
+    return torch::equal(q, k);
+  };
+  EXPECT_FALSE(steps_are_equal({}));
+  EXPECT_TRUE(steps_are_equal({"layer", "layer"}));
 }
 
 TEST_F(OptimizerTest, OptionsSurviveAFileWhole) {

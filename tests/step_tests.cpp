@@ -195,7 +195,8 @@ void expect_literal(
       Tensor matrix_w = ws[i], matrix_m = ms[i];
       reference::step(matrix_w, gs[i], matrix_m, c.families(groups), settings);
     }
-    group_muon::step({{w, g, m, checked(c.layout, w.sizes(), "w"), "w", step, 0.1, 0.01}}, options);
+    group_muon::step(
+        {{w, g, m, checked(c.layout, w.sizes(), "w"), "w", "w", step, 0.1, 0.01}}, options);
   }
   const auto error = [](const Tensor& a, const Tensor& b) {
     return ((a - b).norm() / b.norm()).item<double>();
@@ -259,7 +260,7 @@ std::vector<Tensor> stepped(
     for (size_t i = 0; i < values.size(); ++i) {
       weights.push_back(
           {result[i], grads[i] * static_cast<double>(step + 1) + values[i], momentum[i],
-           checked(layouts[i], values[i].sizes(), names[i]), names[i], step, 0.1, 0});
+           checked(layouts[i], values[i].sizes(), names[i]), names[i], names[i], step, 0.1, 0});
     }
     group_muon::step(weights, options);
   }
@@ -336,7 +337,8 @@ TEST_F(StepIdentities, NonContiguousWeightsAreSteppedInPlace) {
     const Tensor momentum = torch::zeros_like(strided);
     for (int64_t step = 0; step < 2; ++step) {
       group_muon::step(
-          {{strided, g * static_cast<double>(step + 1) + w, momentum, plain(), "w", step, 0.1, 0}},
+          {{strided, g * static_cast<double>(step + 1) + w, momentum, plain(), "w", "w", step, 0.1,
+            0}},
           options);
     }
     EXPECT_TRUE(close(strided, expected));
@@ -345,8 +347,8 @@ TEST_F(StepIdentities, NonContiguousWeightsAreSteppedInPlace) {
   Tensor channels_last = conv.clone().contiguous(torch::MemoryFormat::ChannelsLast);
   ASSERT_FALSE(channels_last.is_contiguous());
   group_muon::step(
-      {{channels_last, grad + conv, torch::zeros_like(channels_last), convolution(), "w", 0, 0.1,
-        0}},
+      {{channels_last, grad + conv, torch::zeros_like(channels_last), convolution(), "w", "w", 0,
+        0.1, 0}},
       options);
   EXPECT_TRUE(close(channels_last, stepped({conv}, {grad}, {convolution()}, {"w"}, 1)[0]));
 }
@@ -357,7 +359,7 @@ std::vector<Weight> weights_of(
   for (const auto& shape : shapes) {
     const Tensor w = torch::zeros(shape);
     weights.push_back(
-        {w, w, w, checked(layout, w.sizes(), "w"), c10::str("w", weights.size()), 0, 0.1, 0});
+        {w, w, w, checked(layout, w.sizes(), "w"), c10::str("w", weights.size()), "w", 0, 0.1, 0});
   }
   return weights;
 }
@@ -386,7 +388,7 @@ TEST(Plan, Gpt2SmallNeedsFewBuckets) {
     for (auto& w : weights_of({{768, 768}, {3072, 768}, {768, 3072}}, plain()))
       weights.push_back(w);
   }
-  const auto buckets = make_plan(weights, {});
+  const auto buckets = make_plan(weights, {}, int64_t{1} << 30);
   ASSERT_EQ(buckets.size(), 2U);
   EXPECT_EQ(buckets[0].blocks, 48);
   EXPECT_EQ(buckets[1].blocks, 24);

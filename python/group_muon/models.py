@@ -35,6 +35,7 @@ class _Choice:
     optimizer: str
     layout: str
     why: str
+    partition: str | None = None  # shared with other weights; None: the weight's own
 
 
 @dataclass
@@ -76,7 +77,7 @@ def param_groups(
             {"q": 6, "k": "2:interval", "v": "1@0,4@2000"}. None: no groups.
         rule: "adjacent", "interval" or "random".
         segments: what a `group_size` that is a number is for; the rest is orthogonalized whole.
-        share_qk: Q and K of one weight draw the same random partition.
+        share_qk: Q and K of a layer draw the same random partition.
         verbose: print the table, to `file` or standard output.
 
     Example:
@@ -84,7 +85,7 @@ def param_groups(
         optimizers = [GroupMuon(muon, lr=3.6e-4), torch.optim.AdamW(adamw, lr=3.6e-3, fused=True)]
     """
     choices = _choose(model, _Wanted(group_size, rule, segments, share_qk))
-    muon: dict[str, list] = {}
+    muon: dict[str, dict] = {}
     adamw: list = []
     rows = []
     for name, parameter in model.named_parameters():  # a tied weight comes once
@@ -92,13 +93,16 @@ def param_groups(
             continue
         choice = choices.get(id(parameter)) or _default_choice(parameter)
         rows.append((name, tuple(parameter.shape), choice))
-        (adamw if choice.optimizer == "AdamW" else muon.setdefault(choice.layout, [])).append(
-            (name, parameter)
-        )
+        if choice.optimizer == "AdamW":
+            adamw.append((name, parameter))
+        else:
+            empty = {"params": [], "layout": choice.layout, "partitions": []}
+            group = muon.setdefault(choice.layout, empty)
+            group["params"].append((name, parameter))
+            group["partitions"].append(choice.partition or name)
     if verbose:
         print(_table(rows), file=file or sys.stdout)
-    muon_groups = [{"params": params, "layout": layout} for layout, params in muon.items()]
-    return muon_groups, [{"params": adamw}] if adamw else []
+    return list(muon.values()), [{"params": adamw}] if adamw else []
 
 
 class _Wanted:
@@ -123,11 +127,11 @@ class _Wanted:
 def _choose(model: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
     """id(parameter) → choice, for every parameter of which a module says something."""
     choices: dict[int, _Choice] = {}
-    for _, module in model.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             layout = layouts.convolution()
             choices[id(module.weight)] = _Choice("GroupMuon", layout, "convolution, flattened")
-        choices.update(_attention(module, wanted))
+        choices.update(_attention(name, module, wanted))
     # Last, since a weight tied to an embedding or a head is AdamW's whatever else it is.
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -148,12 +152,14 @@ def _default_choice(parameter: Tensor) -> _Choice:
     return _Choice("GroupMuon", layouts.plain(), "matrix")
 
 
-def _attention(module: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
+def _attention(name: str, module: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
     """The choices for an attention module's weights; nothing for other modules."""
+    # Q and K as weights of their own share a partition by drawing it under the module's name.
+    partition = (name or type(module).__name__) if wanted.share_qk else None
     try:
         for resolve in (_multihead_attention, _mla, _separate, _c_attn, _fused):
             if found := resolve(module, wanted):
-                return {id(w): _Choice("GroupMuon", layout, why) for w, layout, why in found}
+                return {id(w): _Choice("GroupMuon", layout, why, partition) for w, layout, why in found}
         if type(module).__name__.lower().endswith("attention") and any(
             isinstance(child, nn.Linear) for child in module.children()
         ):
@@ -207,6 +213,11 @@ def _separate(module: nn.Module, wanted: _Wanted):
         children = [getattr(module, name, None) for name in names]
         if all(_has_weight(child) for child in children):
             sizes = _sizes(module)
+            if wanted.share_qk and sizes.heads != sizes.kv_heads:
+                raise ValueError(
+                    f"group_muon: {sizes.heads} query heads and {sizes.kv_heads} KV heads cannot share "
+                    "a random partition; leave share_qk off"
+                )
             found = [_one(c.weight, segment, sizes, wanted) for segment, c in zip("qkv", children)]
             return found + _output(module, sizes, wanted)
     return None

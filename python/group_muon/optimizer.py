@@ -93,6 +93,8 @@ class GroupMuon(torch.optim.Optimizer):
             its neighbours. The default is plain Muon.
         seed: of the random partitions, which depend on it, the step and the parameter's name
             (pass named parameters) or place.
+        partitions: a name for each parameter of a group, for its random partitions alone:
+            parameters of one name draw the same, such as Q and K of a layer.
         method: "newton_schulz", "gram" (same polynomial, on the Gram matrix) or "exact" (SVD).
         coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
         steps: iterations, for named coefficients.
@@ -116,6 +118,7 @@ class GroupMuon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         layout: str = "rows",
         seed: int = 0,
+        partitions: Sequence[str] | None = None,
         method: str = "newton_schulz",
         coefficients: str | Sequence[Sequence[float]] = "quintic",
         steps: int = 5,
@@ -166,19 +169,20 @@ class GroupMuon(torch.optim.Optimizer):
             shared = {key: group[key] for key in _SHARED}
             _, weights = batches.setdefault(repr(shared), (shared, []))
             lr = float(group["lr"])
-            for parameter, name in zip(group["params"], names):
+            for parameter, name, partition in zip(group["params"], names, group["partitions"] or names):
                 if parameter.grad is None:
                     continue
                 _refuse_dtensor(parameter, name)
                 state = self._state_of(parameter)
                 weights.append(
                     (parameter, parameter.grad, state["momentum_buffer"], group["layout"], name,
-                     state["step"], lr, float(group["weight_decay"]))
+                     partition, state["step"], lr, float(group["weight_decay"]))
                 )  # fmt: skip
-                state["step"] += 1
         for shared, weights in batches.values():
             if weights:
                 _ops.step_(*map(list, zip(*weights)), **_operator_options(shared))
+            for parameter, *_ in weights:
+                self.state[parameter]["step"] += 1
         return loss
 
     def load_muon(self, muon: "torch.optim.Muon | dict") -> None:
@@ -248,6 +252,11 @@ class GroupMuon(torch.optim.Optimizer):
         """Refuses what the operator would refuse at the first step, now."""
         for parameter, name in zip(group["params"], names):
             _refuse_dtensor(parameter, name)
+        partitions = group["partitions"]
+        if partitions is not None and len(partitions) != len(group["params"]):
+            raise ValueError(
+                f"group_muon: {len(partitions)} names are given for {len(group['params'])} parameters"
+            )
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError(f"group_muon: lr should have one element, not {group['lr'].numel()}")
         _ops.check(

@@ -203,6 +203,22 @@ def test_q_and_k_can_share_a_partition():
     assert "k=12x4@48+4/6:random v" in layouts_of(muon)["attn.c_attn.weight"]
 
 
+def test_separate_q_and_k_can_share_a_partition_too():
+    def llama(kv_heads):
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SMALL, num_attention_heads=12, num_key_value_heads=kv_heads, head_dim=4)
+        )
+
+    muon, _ = param_groups(llama(12), share_qk=True, verbose=False)
+    partitions = {name: p for g in muon for (name, _), p in zip(g["params"], g["partitions"])}
+    prefix = "model.layers.1.self_attn"
+    assert partitions[prefix + ".q_proj.weight"] == partitions[prefix + ".k_proj.weight"] == prefix
+    assert partitions["model.layers.0.self_attn.q_proj.weight"] != prefix
+    GroupMuon(muon)
+    with pytest.raises(ValueError, match="12 query heads and 4 KV heads cannot share"):
+        param_groups(llama(4), share_qk=True, verbose=False)
+
+
 def test_head_counts_are_never_guessed():
     class Silent(CausalSelfAttention):
         def __init__(self, n_embd, n_head):

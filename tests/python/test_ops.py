@@ -23,6 +23,7 @@ def step_arguments(count=3):
         [torch.randn(12, 8) for _ in range(count)],
         [group_muon.separate(6, 2, "3:random")] * count,
         [str(i) for i in range(count)],
+        [str(i) for i in range(count)],
         list(range(count)),
         [0.1] * count,
         [0.01] * count,

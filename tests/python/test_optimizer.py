@@ -321,6 +321,19 @@ class TestContract:
             by_hand.step()
         assert torch.equal(a, b)
 
+    def test_weights_of_one_partition_name_draw_the_same(self):
+        def steps_are_equal(partitions):
+            q, k = parameter(24, 16), parameter(24, 16)
+            q.grad = k.grad = grad_like(q, 0)
+            layout = group_muon.separate(12, 2, "6:random")
+            GroupMuon([{"params": [q, k], "layout": layout, "partitions": partitions}], lr=0.1).step()
+            return torch.equal(q, k)
+
+        assert steps_are_equal(["layer", "layer"])
+        assert not steps_are_equal(None)
+        with pytest.raises(ValueError, match="1 names are given for 2 parameters"):
+            steps_are_equal(["layer"])
+
     def test_loading_into_another_dtype(self):
         a, b = parameter(24, 16), parameter(24, 16, dtype=torch.bfloat16)
         optimizer, other = GroupMuon([a]), GroupMuon([b])

@@ -38,7 +38,11 @@ def flops(blocks: int, rows: int, cols: int, steps: int = 5) -> float:
 
 def matrices(layers: int, qkv_rows: list[int]) -> list[nn.Parameter]:
     """The blocks' weights, QKV cut into parts of these rows, with gradients."""
-    shapes = [(rows, WIDTH) for rows in qkv_rows] + [(WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+    shapes = [(rows, WIDTH) for rows in qkv_rows] + [
+        (WIDTH, WIDTH),
+        (4 * WIDTH, WIDTH),
+        (WIDTH, 4 * WIDTH),
+    ]
     params = [nn.Parameter(torch.randn(shape) * 0.02) for _ in range(layers) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -80,7 +84,9 @@ def python_loop(layers: int) -> Contender:
             p.add_(torch.cat([newton_schulz(part) for part in parts]), alpha=-1e-3)
 
     return Contender(
-        "Python loop over heads", step, layers * flops(3 * HEADS, HEAD_DIM, WIDTH) + shared_flops(layers)
+        "Python loop over heads",
+        step,
+        layers * flops(3 * HEADS, HEAD_DIM, WIDTH) + shared_flops(layers),
     )
 
 
@@ -127,7 +133,9 @@ def gemm_peak(size: int = 2048) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=12, help="of GPT-2 Small's twelve")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -147,9 +155,13 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {arguments.repeats}", end="\r", file=sys.stderr, flush=True)
 
     baseline = min(runners[0].seconds)
-    print(f"GPT-2 Small, {4 * arguments.layers} block matrices, {arguments.threads} threads, torch {torch.__version__}")
+    print(
+        f"GPT-2 Small, {4 * arguments.layers} block matrices, {arguments.threads} threads, torch {torch.__version__}"
+    )
     print(f"bf16 GEMM peak in this run: {peak / 1e9:.0f} GF/s\n")
-    print("| optimizer step | ms | times faster than torch.optim.Muon, packed | GFLOP | of GEMM peak |")
+    print(
+        "| optimizer step | ms | times faster than torch.optim.Muon, packed | GFLOP | of GEMM peak |"
+    )
     print("|---|---:|---:|---:|---:|")
     rows = []
     for runner in runners:
@@ -163,8 +175,12 @@ def main() -> None:
             f"| {100 * rows[-1]['fraction_of_peak']:.0f}% |"
         )
     if arguments.json:
-        facts = dict(machine=platform.processor() or platform.machine(), torch=torch.__version__, peak=peak)
-        arguments.json.write_text(json.dumps(facts | vars(arguments) | {"rows": rows}, indent=1, default=str))
+        facts = dict(
+            machine=platform.processor() or platform.machine(), torch=torch.__version__, peak=peak
+        )
+        arguments.json.write_text(
+            json.dumps(facts | vars(arguments) | {"rows": rows}, indent=1, default=str)
+        )
 
 
 main()

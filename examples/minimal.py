@@ -27,7 +27,10 @@ model = TinyGpt()
 
 # Q and K in random groups of 6 heads, drawn anew at every step; V and the rest as in plain Muon.
 muon, adamw = param_groups(model, group_size=6, rule="random")
-optimizers = [GroupMuon(muon, lr=2e-3), torch.optim.AdamW(adamw, lr=3.6e-3, betas=(0.9, 0.95), fused=True)]
+optimizers = [
+    GroupMuon(muon, lr=2e-3),
+    torch.optim.AdamW(adamw, lr=3.6e-3, betas=(0.9, 0.95), fused=True),
+]
 
 for step in range(201):
     tokens = torch.randint(VOCABULARY, (32, CONTEXT))

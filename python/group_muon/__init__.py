@@ -6,7 +6,7 @@ import torch
 
 torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
 
-from group_muon.layouts import (  # noqa: E402
+from group_muon.layouts import (
     convolution,
     grouping,
     head_order,
@@ -21,8 +21,8 @@ from group_muon.layouts import (  # noqa: E402
     transposed,
     with_grouping,
 )
-from group_muon.models import param_groups  # noqa: E402
-from group_muon.optimizer import GroupMuon, orthogonalize  # noqa: E402
+from group_muon.models import param_groups
+from group_muon.optimizer import GroupMuon, orthogonalize
 
 __version__ = "0.1.0"
 __all__ = [

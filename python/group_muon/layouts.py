@@ -92,7 +92,13 @@ def with_grouping(layout: str, grouping: str, segment: str = "") -> str:
 
 
 def head_order(
-    heads: int, grouping: str, *, seed: int = 0, step: int = 0, parameter: str = "0", stream: int = 0
+    heads: int,
+    grouping: str,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    parameter: str = "0",
+    stream: int = 0,
 ) -> list[int]:
     """The order in which heads are gathered at a step; each run of g heads is one group."""
     return _ops.head_order(heads, grouping, seed, step, parameter, stream)

@@ -159,7 +159,9 @@ def _attention(name: str, module: nn.Module, wanted: _Wanted) -> dict[int, _Choi
     try:
         for resolve in (_multihead_attention, _mla, _separate, _c_attn, _fused):
             if found := resolve(module, wanted):
-                return {id(w): _Choice("GroupMuon", layout, why, partition) for w, layout, why in found}
+                return {
+                    id(w): _Choice("GroupMuon", layout, why, partition) for w, layout, why in found
+                }
         if type(module).__name__.lower().endswith("attention") and any(
             isinstance(child, nn.Linear) for child in module.children()
         ):
@@ -189,7 +191,8 @@ def _mla(module: nn.Module, wanted: _Wanted):
         return None
     heads, source = _declared(module, _HEADS)
     nope, rope, value = (
-        _declared(module, (name,))[0] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        _declared(module, (name,))[0]
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     why = f"MLA, {heads} heads ({source})"
     _expect(module.kv_b_proj.weight, heads * (nope + value), source)
@@ -198,7 +201,12 @@ def _mla(module: nn.Module, wanted: _Wanted):
     )
     found = [(module.kv_b_proj.weight, key_value, f"{why}, k {nope} + v {value} rows")]
     query = next(
-        (getattr(module, n) for n in ("q_b_proj", "q_proj") if _has_weight(getattr(module, n, None))), None
+        (
+            getattr(module, n)
+            for n in ("q_b_proj", "q_proj")
+            if _has_weight(getattr(module, n, None))
+        ),
+        None,
     )
     if query is not None:
         _expect(query.weight, heads * (nope + rope), source)
@@ -250,7 +258,9 @@ def _fused(module: nn.Module, wanted: _Wanted):
         grouped = config.new_decoder_architecture
         if not grouped:
             sizes.kv_heads = 1 if config.multi_query else sizes.heads
-        order = layouts.packed_qkv if config.multi_query and not grouped else layouts.interleaved_qkv
+        order = (
+            layouts.packed_qkv if config.multi_query and not grouped else layouts.interleaved_qkv
+        )
     elif family == "phi3":
         order = layouts.packed_qkv
     else:
@@ -273,7 +283,11 @@ def _qkv(weight: Tensor, order: Callable, sizes: _Sizes, wanted: _Wanted, flippe
     )
     kind = "packed" if order is layouts.packed_qkv else "interleaved"
     why = f"{kind} QKV, {_heads_text(heads, kv_heads)} × {head_dim} ({sizes.source})"
-    return (weight, layouts.transposed(layout), why + ", in × out") if flipped else (weight, layout, why)
+    return (
+        (weight, layouts.transposed(layout), why + ", in × out")
+        if flipped
+        else (weight, layout, why)
+    )
 
 
 def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted):
@@ -294,7 +308,9 @@ def _output(module: nn.Module, sizes: _Sizes, wanted: _Wanted, flipped: bool = F
     if child is None:
         return []
     _expect(child.weight, sizes.heads * sizes.head_dim, sizes.source, axis=0 if flipped else 1)
-    layout = layouts.output_projection(sizes.heads, sizes.head_dim, wanted.grouping("o", sizes.heads))
+    layout = layouts.output_projection(
+        sizes.heads, sizes.head_dim, wanted.grouping("o", sizes.heads)
+    )
     why = f"output projection, {sizes.heads} heads × {sizes.head_dim} ({sizes.source})"
     return [(child.weight, layouts.transposed(layout) if flipped else layout, why)]
 
@@ -308,7 +324,9 @@ def _sizes(module: nn.Module) -> _Sizes:
     return _Sizes(heads, kv_heads, head_dim, source)
 
 
-def _declared(module: nn.Module, names: tuple[str, ...], default: int | None = None) -> tuple[int, str]:
+def _declared(
+    module: nn.Module, names: tuple[str, ...], default: int | None = None
+) -> tuple[int, str]:
     """The first of these numbers that the module, or else its config, declares; and where."""
     for owner, place in ((module, "module"), (getattr(module, "config", None), "config")):
         for name in names:
@@ -323,7 +341,9 @@ def _declared(module: nn.Module, names: tuple[str, ...], default: int | None = N
 def _expect(weight: Tensor, extent: int, source: str, axis: int = 0) -> None:
     if weight.dim() != 2 or weight.shape[axis] != extent:
         side = ("rows", "columns")[axis]
-        raise _Unresolved(f"{extent} {side} declared ({source}), but the shape is {tuple(weight.shape)}")
+        raise _Unresolved(
+            f"{extent} {side} declared ({source}), but the shape is {tuple(weight.shape)}"
+        )
 
 
 def _has_weight(module) -> bool:

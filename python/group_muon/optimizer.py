@@ -37,7 +37,9 @@ def _operator_options(options: dict) -> dict:
     result["custom_coefficients"] = []
     if not isinstance(coefficients, str):
         result["coefficients"] = "quintic"
-        result["custom_coefficients"] = [float(value) for triple in coefficients for value in triple]
+        result["custom_coefficients"] = [
+            float(value) for triple in coefficients for value in triple
+        ]
     return result
 
 
@@ -132,7 +134,11 @@ class GroupMuon(torch.optim.Optimizer):
         transfer: str = "same",
         reference: str = "segment",
     ) -> None:
-        defaults = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
+        defaults = {
+            key: value
+            for key, value in locals().items()
+            if key not in ("self", "params", "__class__")
+        }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -169,7 +175,9 @@ class GroupMuon(torch.optim.Optimizer):
             shared = {key: group[key] for key in _SHARED}
             _, weights = batches.setdefault(repr(shared), (shared, []))
             lr = float(group["lr"])
-            for parameter, name, partition in zip(group["params"], names, group["partitions"] or names):
+            for parameter, name, partition in zip(
+                group["params"], names, group["partitions"] or names
+            ):
                 if parameter.grad is None:
                     continue
                 _refuse_dtensor(parameter, name)
@@ -209,7 +217,10 @@ class GroupMuon(torch.optim.Optimizer):
         """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other one."""
         if isinstance(muon, torch.optim.Optimizer):
             return {
-                id(p): (muon.state[p].get("momentum_buffer") if p in muon.state else None, g["momentum"])
+                id(p): (
+                    muon.state[p].get("momentum_buffer") if p in muon.state else None,
+                    g["momentum"],
+                )
                 for g in muon.param_groups
                 for p in g["params"]
             }
@@ -219,7 +230,9 @@ class GroupMuon(torch.optim.Optimizer):
             for index, name in zip(group["params"], group.get("param_names") or group["params"])
         ]
         ours = [
-            (p, name) for group, names in self._named_groups() for p, name in zip(group["params"], names)
+            (p, name)
+            for group, names in self._named_groups()
+            for p, name in zip(group["params"], names)
         ]
         by_name = dict(theirs)
         if all(isinstance(name, str) for name in by_name):

@@ -45,7 +45,9 @@ SMALL = dict(vocab_size=64, num_hidden_layers=2, hidden_size=48, intermediate_si
 
 def test_gpt2_is_packed_and_stored_in_by_out():
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=48, n_layer=2, n_head=12)
-    layouts, adamw, table = trains(transformers.GPT2LMHeadModel(config), group_size=6, rule="random")
+    layouts, adamw, table = trains(
+        transformers.GPT2LMHeadModel(config), group_size=6, rule="random"
+    )
     assert layouts["transformer.h.1.attn.c_attn.weight"] == (
         "columns transposed q=12x4@0+4/6:random k=12x4@48+4/6:random~1 v=12x4@96+4/all~2"
     )
@@ -54,7 +56,10 @@ def test_gpt2_is_packed_and_stored_in_by_out():
     assert "transformer.wte.weight" in adamw and "transformer.wpe.weight" in adamw
     assert "transformer.h.0.ln_1.weight" in adamw and "transformer.h.0.attn.c_attn.bias" in adamw
     assert "packed QKV, 12 heads × 4 (module.num_heads), in × out" in table
-    assert "transformer.h.*.attn.c_attn.weight" in table and "q 12/6:random k 12/6:random v 12/all" in table
+    assert (
+        "transformer.h.*.attn.c_attn.weight" in table
+        and "q 12/6:random k 12/6:random v 12/all" in table
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,9 @@ def test_grouped_query_families(family, config):
     layouts, adamw, table = trains(model, group_size=6, rule="interval")
     prefix = "model.layers.0.self_attn."
     assert layouts[prefix + "q_proj.weight"] == "rows q=12x4@0+4/6:interval"
-    assert layouts[prefix + "k_proj.weight"] == "rows k=4x4@0+4/4:interval"  # all four: fewer than 6
+    assert (
+        layouts[prefix + "k_proj.weight"] == "rows k=4x4@0+4/4:interval"
+    )  # all four: fewer than 6
     assert layouts[prefix + "v_proj.weight"] == "rows v=4x4@0+4/all"
     assert "lm_head.weight" in adamw and "model.embed_tokens.weight" in adamw
     assert "UNRESOLVED" not in table
@@ -81,7 +88,9 @@ def test_groupings_of_ones_own_for_each_segment():
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SMALL, num_attention_heads=12, num_key_value_heads=4, head_dim=4)
     )
-    layouts, _, _ = trains(model, group_size={"q": 3, "k": "2:interval", "v": "1@0,4@2000", "o": 2}, rule="random")
+    layouts, _, _ = trains(
+        model, group_size={"q": 3, "k": "2:interval", "v": "1@0,4@2000", "o": 2}, rule="random"
+    )
     prefix = "model.layers.0.self_attn."
     assert layouts[prefix + "q_proj.weight"].endswith("/3:random")
     assert layouts[prefix + "k_proj.weight"].endswith("/2:interval")
@@ -90,7 +99,9 @@ def test_groupings_of_ones_own_for_each_segment():
 
 
 def test_neox_is_interleaved():
-    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12))
+    model = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12)
+    )
     layouts, adamw, table = trains(model, group_size=6)
     assert layouts["gpt_neox.layers.0.attention.query_key_value.weight"] == (
         "rows q=12x4@0+12/6:random k=12x4@4+12/6:random~1 v=12x4@8+12/all~2"
@@ -101,7 +112,9 @@ def test_neox_is_interleaved():
 
 def test_interleaved_rows_are_the_models_own():
     """The layout's query rows are those that the model really reads as queries."""
-    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12)).eval()
+    model = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12)
+    ).eval()
     weight = model.gpt_neox.layers[0].attention.query_key_value.weight
     bias = model.gpt_neox.layers[0].attention.query_key_value.bias
     tokens = torch.randint(64, (1, 6))
@@ -123,7 +136,9 @@ def test_deepseek_mla(q_lora_rank):
         n_group=1, topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1,
     )  # fmt: skip
     model = transformers.DeepseekV3ForCausalLM(config)
-    assert model.model.layers[0].self_attn.config.head_dim == 4  # the rope part only: not to be trusted
+    assert (
+        model.model.layers[0].self_attn.config.head_dim == 4
+    )  # the rope part only: not to be trusted
     layouts, _, table = trains(model, group_size=6)
     prefix = "model.layers.0.self_attn."
     query = prefix + ("q_proj.weight" if q_lora_rank is None else "q_b_proj.weight")
@@ -138,7 +153,9 @@ def test_deepseek_mla(q_lora_rank):
 
 
 def test_bert():
-    model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, num_attention_heads=12, is_decoder=True))
+    model = transformers.BertLMHeadModel(
+        transformers.BertConfig(**SMALL, num_attention_heads=12, is_decoder=True)
+    )
     layouts, _, _ = trains(model, group_size=6)
     name = "bert.encoder.layer.0.attention.self.query.weight"
     assert layouts[name] == "rows q=12x4@0+4/6:random"
@@ -163,7 +180,12 @@ def test_falcon_has_three_orders(new, multi_query):
 
 def test_phi3_is_packed_with_fewer_kv_heads():
     config = transformers.Phi3Config(
-        **SMALL, num_attention_heads=12, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        **SMALL,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     layouts, _, _ = trains(transformers.Phi3ForCausalLM(config), group_size=6)
     assert "k=4x4@48+4/" in layouts["model.layers.0.self_attn.qkv_proj.weight"]
@@ -206,7 +228,9 @@ def test_q_and_k_can_share_a_partition():
 def test_separate_q_and_k_can_share_a_partition_too():
     def llama(kv_heads):
         return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**SMALL, num_attention_heads=12, num_key_value_heads=kv_heads, head_dim=4)
+            transformers.LlamaConfig(
+                **SMALL, num_attention_heads=12, num_key_value_heads=kv_heads, head_dim=4
+            )
         )
 
     muon, _ = param_groups(llama(12), share_qk=True, verbose=False)
@@ -228,7 +252,10 @@ def test_head_counts_are_never_guessed():
     table = io.StringIO()
     muon, _ = param_groups(NanoGpt(attention=Silent), file=table)
     assert layouts_of(muon)["attn.c_attn.weight"] == "rows"
-    assert "UNRESOLVED, so plain: neither the module nor its config declares num_heads" in table.getvalue()
+    assert (
+        "UNRESOLVED, so plain: neither the module nor its config declares num_heads"
+        in table.getvalue()
+    )
 
 
 def test_a_stale_head_count_is_not_trusted():
@@ -290,7 +317,10 @@ def test_frozen_weights_are_left_out():
 
 def test_a_group_size_that_does_not_divide_names_the_weight():
     muon, _ = param_groups(NanoGpt(), group_size=5, verbose=False)
-    with pytest.raises(ValueError, match="parameter 'attn.c_attn.weight', segment 'q': group size 5 does not divide 12 heads"):
+    with pytest.raises(
+        ValueError,
+        match="parameter 'attn.c_attn.weight', segment 'q': group size 5 does not divide 12 heads",
+    ):
         GroupMuon(muon)
 
 

@@ -34,7 +34,9 @@ def step_arguments(count=3):
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (2, 3, 4, 7)])
 def test_opcheck_orthogonalize(method, shape):
     options = _operator_options(ORTHOGONALIZE | {"method": method, "precision": "float32"})
-    torch.library.opcheck(torch.ops.group_muon.orthogonalize.default, (torch.randn(shape),), options)
+    torch.library.opcheck(
+        torch.ops.group_muon.orthogonalize.default, (torch.randn(shape),), options
+    )
 
 
 def test_opcheck_step():

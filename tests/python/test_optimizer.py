@@ -15,7 +15,9 @@ from group_muon import GroupMuon
 
 
 def parameter(*shape, dtype=torch.float32, seed=0):
-    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    return nn.Parameter(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    )
 
 
 def grad_like(p, step):
@@ -71,7 +73,13 @@ class TestAgainstTorchMuon:
         w = parameter(24, 16)
         heads = [nn.Parameter(h.clone()) for h in w.detach().split(2)]
         before = w.detach().clone()
-        ours = GroupMuon([w], lr=0.1, average=True, base_scale="keller_jordan", layout=group_muon.separate(12, 2, "1"))
+        ours = GroupMuon(
+            [w],
+            lr=0.1,
+            average=True,
+            base_scale="keller_jordan",
+            layout=group_muon.separate(12, 2, "1"),
+        )
         theirs = torch.optim.Muon(heads, lr=0.1, weight_decay=0)
         set_grads([w], 0)
         for head, g in zip(heads, w.grad.split(2)):
@@ -115,7 +123,9 @@ class TestAgainstTorchMuon:
         muon.step()
         with pytest.raises(ValueError, match="has 1 parameters, this one 2"):
             GroupMuon([a, b]).load_muon(muon.state_dict())
-        with pytest.raises(ValueError, match=r"shape \(16, 32\) does not fit parameter '0' of shape \(24, 16\)"):
+        with pytest.raises(
+            ValueError, match=r"shape \(16, 32\) does not fit parameter '0' of shape \(24, 16\)"
+        ):
             GroupMuon([b]).load_muon(muon.state_dict())
         with pytest.raises(ValueError, match="has no parameter '0'"):
             GroupMuon([b]).load_muon(muon)
@@ -148,18 +158,35 @@ class TestBothDoorsAgree:
         weights = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
         grads = [[grad_like(w, 10 * step + i) for i, w in enumerate(weights)] for step in range(5)]
         options = dict(
-            seed=11, nesterov=nesterov, weight_decay=0.01, method=method, coefficients="polar_express", precision=precision
+            seed=11,
+            nesterov=nesterov,
+            weight_decay=0.01,
+            method=method,
+            coefficients="polar_express",
+            precision=precision,
         )
-        saved = dict(weights=[w.detach() for w in weights], grads=grads, layouts=layouts, names=names, **options)
+        saved = dict(
+            weights=[w.detach() for w in weights],
+            grads=grads,
+            layouts=layouts,
+            names=names,
+            **options,
+        )
         torch.save(saved, tmp_path / "in.pt")
-        subprocess.run([os.environ["CPP_DOOR"], tmp_path / "in.pt", tmp_path / "out.pt"], check=True)
-        groups = [{"params": [(n, w)], "layout": layout} for n, w, layout in zip(names, weights, layouts)]
+        subprocess.run(
+            [os.environ["CPP_DOOR"], tmp_path / "in.pt", tmp_path / "out.pt"], check=True
+        )
+        groups = [
+            {"params": [(n, w)], "layout": layout} for n, w, layout in zip(names, weights, layouts)
+        ]
         optimizer = GroupMuon(groups, lr=0.02, **options)
         for step in grads:
             for w, g in zip(weights, step):
                 w.grad = g
             optimizer.step()
-        for name, ours, theirs in zip(names, weights, torch.load(tmp_path / "out.pt", weights_only=False)):
+        for name, ours, theirs in zip(
+            names, weights, torch.load(tmp_path / "out.pt", weights_only=False)
+        ):
             assert torch.equal(ours.detach(), theirs), name
 
     def test_random_orders(self):
@@ -232,7 +259,10 @@ class TestContract:
 
     def test_tensor_lr(self):
         a, b = parameter(8, 8), parameter(8, 8)
-        one, other = GroupMuon([a], lr=0.1), GroupMuon([b], lr=torch.tensor(0.1, dtype=torch.float64))
+        one, other = (
+            GroupMuon([a], lr=0.1),
+            GroupMuon([b], lr=torch.tensor(0.1, dtype=torch.float64)),
+        )
         set_grads([a], 0)
         b.grad = a.grad.clone()
         one.step()
@@ -273,7 +303,10 @@ class TestContract:
 
     def test_param_groups_keep_their_own_options(self):
         a, b, c = parameter(12, 8), parameter(12, 8), parameter(12, 8)
-        optimizer = GroupMuon([{"params": [a], "layout": group_muon.separate(6, 2, "3")}, {"params": [b], "lr": 0.5}], lr=0.1)
+        optimizer = GroupMuon(
+            [{"params": [a], "layout": group_muon.separate(6, 2, "3")}, {"params": [b], "lr": 0.5}],
+            lr=0.1,
+        )
         optimizer.add_param_group({"params": [c], "nesterov": False})
         assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5, 0.1]
         assert [g["nesterov"] for g in optimizer.param_groups] == [True, True, False]
@@ -326,7 +359,9 @@ class TestContract:
             q, k = parameter(24, 16), parameter(24, 16)
             q.grad = k.grad = grad_like(q, 0)
             layout = group_muon.separate(12, 2, "6:random")
-            GroupMuon([{"params": [q, k], "layout": layout, "partitions": partitions}], lr=0.1).step()
+            GroupMuon(
+                [{"params": [q, k], "layout": layout, "partitions": partitions}], lr=0.1
+            ).step()
             return torch.equal(q, k)
 
         assert steps_are_equal(["layer", "layer"])
@@ -376,8 +411,14 @@ class TestRefusals:
             (dict(steps=0), "at least one step"),
             (dict(eps=-1.0), "eps should be 0 or more"),
             (dict(layout="square"), "should start with 'rows' or 'columns'"),
-            (dict(layout=group_muon.separate(6, 2, "4")), "parameter '0', segment 'heads': group size 4 does not divide 6 heads; use one of 1, 2, 3, 6"),
-            (dict(layout=group_muon.separate(6, 3)), "parameter '0' has 12 rows, but its layout declares 18"),
+            (
+                dict(layout=group_muon.separate(6, 2, "4")),
+                "parameter '0', segment 'heads': group size 4 does not divide 6 heads; use one of 1, 2, 3, 6",
+            ),
+            (
+                dict(layout=group_muon.separate(6, 3)),
+                "parameter '0' has 12 rows, but its layout declares 18",
+            ),
             (dict(lr=torch.tensor([1.0, 2.0])), "lr should have one element, not 2"),
         ],
     )
@@ -386,7 +427,10 @@ class TestRefusals:
             GroupMuon([parameter(12, 8)], **options)
 
     def test_unknown_rule(self):
-        with pytest.raises(ValueError, match="unknown grouping rule 'randon' in '3:randon': use adjacent, interval, random"):
+        with pytest.raises(
+            ValueError,
+            match="unknown grouping rule 'randon' in '3:randon': use adjacent, interval, random",
+        ):
             group_muon.separate(6, 2, "3:randon")
 
     @pytest.mark.parametrize(
@@ -419,9 +463,13 @@ class TestRefusals:
         import torch.distributed as dist
         from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
         try:
-            w = nn.Parameter(distribute_tensor(torch.randn(8, 4), DeviceMesh("cpu", [0]), [Shard(0)]))
+            w = nn.Parameter(
+                distribute_tensor(torch.randn(8, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+            )
             with pytest.raises(TypeError, match="parameter 'w' is a DTensor"):
                 GroupMuon([("w", w)])
         finally:

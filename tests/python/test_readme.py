@@ -22,7 +22,10 @@ def test_the_python_example_runs_and_prints_the_table(capsys):
     scope = {"model": transformers.GPT2LMHeadModel(config)}
     exec(block("python"), scope)
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    shown = [" ".join(line.split()) for line in re.search(r"```\n(weight  .*?)```", README, re.DOTALL)[1].splitlines()]
+    shown = [
+        " ".join(line.split())
+        for line in re.search(r"```\n(weight  .*?)```", README, re.DOTALL)[1].splitlines()
+    ]
     assert len(shown) > 3
     assert all(line in printed for line in shown)
     tokens = torch.randint(64, (2, 8))
@@ -44,7 +47,14 @@ def test_the_table_of_options_is_complete_and_has_the_right_defaults():
     table = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", README, re.MULTILINE))
     signature = inspect.signature(GroupMuon).parameters
     assert list(table) == [name for name in signature if name != "params"]
-    words = {"true": "True", "false": "False", "none": "None", "plain": "rows", "chosen": "()", "by precision": "0.0"}
+    words = {
+        "true": "True",
+        "false": "False",
+        "none": "None",
+        "plain": "rows",
+        "chosen": "()",
+        "by precision": "0.0",
+    }
     for name, shown in table.items():
         default = signature[name].default
         shown = words.get(shown.strip(), shown.strip())

@@ -38,7 +38,10 @@ if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
     "${TORCH_WHEEL_DIR}/include" "${TORCH_WHEEL_DIR}/include/torch/csrc/api/include")
   target_compile_features(TorchWheel::torch INTERFACE cxx_std_20)
   set(_torch_libraries torch torch_cpu c10)
-  if(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
+  if(SKBUILD)
+    # In a wheel of ours: torch is loaded by then, and its CUDA part may or may not be there.
+    set(_torch_libraries torch_cpu c10)
+  elseif(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
     list(APPEND _torch_libraries torch_cuda c10_cuda)
   endif()
   # torch_cuda registers its kernels when it is loaded, so it is kept though no symbol of it is

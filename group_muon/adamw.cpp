@@ -29,7 +29,15 @@ AdamWParamState& state_of(
     if (amsgrad) fresh->max_exp_avg_sq(zeros());
     slot = std::move(fresh);
   }
-  return static_cast<AdamWParamState&>(*slot);
+  auto& state = static_cast<AdamWParamState&>(*slot);
+  // After a load it may have another dtype.
+  const auto fit = [&](const Tensor& buffer) {
+    return buffer.defined() ? buffer.to(parameter.device(), parameter.scalar_type()) : buffer;
+  };
+  state.exp_avg(fit(state.exp_avg()));
+  state.exp_avg_sq(fit(state.exp_avg_sq()));
+  state.max_exp_avg_sq(fit(state.max_exp_avg_sq()));
+  return state;
 }
 
 }  // namespace

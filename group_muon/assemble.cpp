@@ -1,8 +1,10 @@
 #include "group_muon/assemble.h"
 
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 namespace group_muon {
@@ -11,25 +13,49 @@ namespace {
 using torch::Tensor;
 using torch::optim::OptimizerParamGroup;
 
+// Whether the last parts of a dotted name are `ending`.
 bool has_ending(const std::string& name, const std::string& ending) {
-  return name.size() >= ending.size() &&
-         name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
+  if (name == ending) return true;
+  const std::string dotted = "." + ending;
+  return name.size() > dotted.size() &&
+         name.compare(name.size() - dotted.size(), dotted.size(), dotted) == 0;
+}
+
+// Calls action(weight) for the weight of every module of one of these kinds.
+template <typename... Kinds, typename Action>
+void for_weights_of(torch::nn::Module& model, Action&& action) {
+  const auto visit = [&](auto* module) {
+    if (module != nullptr) action(module->weight);
+  };
+  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+    (visit(item.value()->template as<Kinds>()), ...);
+  }
 }
 
 // Weights that AdamW gets although they are matrices.
 std::set<void*> adamw_matrices(torch::nn::Module& model, const AssembleOptions& options) {
   std::set<void*> found;
-  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
-    if (auto* embedding = item.value()->as<torch::nn::EmbeddingImpl>()) {
-      found.insert(embedding->weight.unsafeGetTensorImpl());
-    }
-  }
+  for_weights_of<torch::nn::EmbeddingImpl, torch::nn::EmbeddingBagImpl>(
+      model, [&](const Tensor& weight) { found.insert(weight.unsafeGetTensorImpl()); });
   for (const auto& item : model.named_parameters()) {
     const bool named = std::any_of(
         options.adamw_names.begin(), options.adamw_names.end(),
         [&](const std::string& ending) { return has_ending(item.key(), ending); });
     if (named) found.insert(item.value().unsafeGetTensorImpl());
   }
+  return found;
+}
+
+// Layouts of weights whose modules say what they are: convolutions, stored out × in × kernel or, if
+// transposed, in × out × kernel.
+std::map<void*, Layout> layouts_by_module(torch::nn::Module& model) {
+  std::map<void*, Layout> found;
+  for_weights_of<torch::nn::Conv1dImpl, torch::nn::Conv2dImpl, torch::nn::Conv3dImpl>(
+      model, [&](const Tensor& w) { found[w.unsafeGetTensorImpl()] = convolution(); });
+  for_weights_of<
+      torch::nn::ConvTranspose1dImpl, torch::nn::ConvTranspose2dImpl,
+      torch::nn::ConvTranspose3dImpl>(
+      model, [&](const Tensor& w) { found[w.unsafeGetTensorImpl()] = transposed(convolution()); });
   return found;
 }
 
@@ -44,6 +70,7 @@ struct LayoutGroup {
 
 Optimizers assemble(torch::nn::Module& model, const AssembleOptions& options) {
   const auto for_adamw = adamw_matrices(model, options);
+  const auto by_module = layouts_by_module(model);
   std::vector<Tensor> adamw_params;
   std::vector<LayoutGroup> groups;
   std::set<void*> seen;
@@ -56,7 +83,8 @@ Optimizers assemble(torch::nn::Module& model, const AssembleOptions& options) {
       adamw_params.push_back(parameter);
       continue;
     }
-    Layout layout = plain();
+    const auto known = by_module.find(identity);
+    Layout layout = known == by_module.end() ? plain() : known->second;
     for (size_t i = 0; i < options.layouts.size(); ++i) {
       if (!has_ending(name, options.layouts[i].first)) continue;
       layout = options.layouts[i].second;

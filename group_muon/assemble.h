@@ -17,10 +17,11 @@ struct AssembleOptions {
   torch::optim::AdamWOptions adamw =
       torch::optim::AdamWOptions(3.6e-3).betas({0.9, 0.95}).weight_decay(0);
   /// Layouts of attention weights by the end of their names, such as {"attn.c_attn.weight", …};
-  /// the first that fits counts. Other matrices are plain.
+  /// the first that fits counts. Convolutions are flattened, other matrices plain.
   std::vector<std::pair<std::string, Layout>> layouts = {};
-  /// Matrices for AdamW by the end of their names, besides the weights of Embedding modules.
-  std::vector<std::string> adamw_names = {"lm_head.weight", "wte.weight", "wpe.weight"};
+  /// Matrices for AdamW by the end of their names, besides the weights of embedding modules.
+  std::vector<std::string> adamw_names = {
+      "lm_head.weight", "head.weight", "wte.weight", "wpe.weight"};
 };
 
 /// Both optimizers of a model, driven as one. AdamW steps first, as in the paper's recipe.

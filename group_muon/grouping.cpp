@@ -114,6 +114,7 @@ std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, con
 }
 
 const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step) {
+  TORCH_CHECK_VALUE(step >= 0, "group_muon: a step should be 0 or more, not ", step);
   const auto later = std::find_if(schedule.begin(), schedule.end(), [step](const Grouping& entry) {
     return entry.from_step > step;
   });

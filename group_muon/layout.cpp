@@ -172,7 +172,7 @@ Layout mla_key_value(
     const GroupingSchedule& v) {
   return alternating(
       heads, {{.name = "k", .head_rows = nope_dim, .schedule = k},
-              {.name = "v", .head_rows = value_dim, .schedule = v, .stream = 1}});
+              {.name = "v", .head_rows = value_dim, .schedule = v, .stream = 2}});
 }
 
 Layout output_projection(int64_t heads, int64_t value_dim, const GroupingSchedule& grouping) {

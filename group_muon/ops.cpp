@@ -57,7 +57,6 @@ GroupMuonOptions step_fields(
 }
 
 Layout checked_layout(const Tensor& weight, const std::string& layout, const std::string& name) {
-  check_value(weight, name);
   return checked(parse_layout(layout), weight.sizes(), name);
 }
 
@@ -78,23 +77,33 @@ struct WithOptions<GroupMuonOptions(Options...)> {
             names.size() == count && partitions.size() == count && seen_steps.size() == count &&
             lrs.size() == count && weight_decays.size() == count,
         "group_muon: step_ needs lists of one length, that of the ", count, " weights");
+    const auto step_opts = step_options(step_fields(options...));
     std::vector<Weight> list;
     list.reserve(count);
     for (size_t i = 0; i < count; ++i) {
+      check_value(weights[i], names[i], step_opts.average);
+      check_grad(weights[i], grads[i], names[i]);
+      check_momentum(weights[i], momentum_buffers[i], names[i]);
       list.push_back(
           {weights[i], grads[i], momentum_buffers[i],
            checked_layout(weights[i], layouts[i], names[i]), names[i], partitions[i], seen_steps[i],
            lrs[i], weight_decays[i]});
-      check_step(list.back());
     }
-    step(list, step_options(step_fields(options...)));
+    step(list, step_opts);
   }
 
+  // Refuses what step_ would refuse; gradients may be missing.
   static void check(
-      const std::vector<Tensor>& weights, const Texts& names, const std::string& layout, double lr,
-      double weight_decay, Options... options) {
-    step_options(step_fields(options...).lr(lr).weight_decay(weight_decay));
-    for (size_t i = 0; i < weights.size(); ++i) checked_layout(weights[i], layout, names.at(i));
+      const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& grads,
+      const Texts& names, const std::string& layout, double lr, double weight_decay,
+      Options... options) {
+    const auto fields = step_fields(options...).lr(lr).weight_decay(weight_decay);
+    step_options(fields);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      check_value(weights[i], names.at(i), fields.average());
+      checked_layout(weights[i], layout, names.at(i));
+      if (grads.at(i)) check_grad(weights[i], *grads[i], names[i]);
+    }
   }
 };
 
@@ -187,7 +196,8 @@ TORCH_LIBRARY(group_muon, m) {
   define(std::string("orthogonalize(Tensor blocks, *, ") + kOrthogonalizeSchema + ") -> Tensor");
   define(
       std::string(
-          "check(Tensor[] weights, str[] names, str layout, float lr, float weight_decay, *, ") +
+          "check(Tensor[] weights, Tensor?[] grads, str[] names, str layout, float lr, float "
+          "weight_decay, *, ") +
           kStepSchema + kOrthogonalizeSchema + ") -> ()",
       &StepOperators::check);
   m.def(
@@ -206,6 +216,11 @@ TORCH_LIBRARY(group_muon, m) {
   m.def("output_projection(int heads, int value_dim, str grouping) -> str", output_projection_op);
   m.def("plain() -> str", [] { return to_string(plain()); });
   m.def("convolution() -> str", [] { return to_string(convolution()); });
+  m.def(
+      "check_layout(Tensor weight, str layout, str name) -> ()",
+      [](const Tensor& weight, const std::string& layout, const std::string& name) {
+        checked_layout(weight, layout, name);
+      });
   m.def("transposed(str layout) -> str", [](const std::string& layout) {
     return to_string(transposed(parse_layout(layout)));
   });

@@ -27,10 +27,10 @@ OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
       options.custom_coefficients().empty()
           ? coefficient_list(
                 options.coefficients(), options.steps(), options.tail_steps(), result.method)
-          : triples(options.custom_coefficients());
-  if (result.method == Method::kGram) {
-    result.restarts =
-        options.restarts().empty() ? gram_restarts(result.coefficients) : options.restarts();
+          : with_tail(triples(options.custom_coefficients()), options.tail_steps());
+  result.restarts = options.restarts();
+  if (result.method == Method::kGram && result.restarts.empty()) {
+    result.restarts = gram_restarts(result.coefficients);
   }
   result.precision = parse_precision(options.precision());
   result.eps = options.eps();
@@ -66,7 +66,7 @@ void check_group(const OptimizerParamGroup& group, size_t first_index) {
   }
   for (size_t i = 0; i < group.params().size(); ++i) {
     const auto name = parameter_name(options, i, first_index + i);
-    check_value(group.params()[i], name);
+    check_value(group.params()[i], name, options.average());
     checked(options.layout(), group.params()[i].sizes(), name);
   }
 }
@@ -74,7 +74,7 @@ void check_group(const OptimizerParamGroup& group, size_t first_index) {
 // The momentum of a parameter, made at its first step; after a load it may have another dtype.
 GroupMuonParamState& state_of(
     ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>& states,
-    const torch::Tensor& parameter) {
+    const torch::Tensor& parameter, const std::string& name) {
   auto& slot = states[parameter.unsafeGetTensorImpl()];
   if (!slot) {
     auto fresh = std::make_unique<GroupMuonParamState>();
@@ -82,10 +82,7 @@ GroupMuonParamState& state_of(
     slot = std::move(fresh);
   }
   auto& state = static_cast<GroupMuonParamState&>(*slot);
-  TORCH_CHECK_VALUE(
-      state.momentum_buffer().sizes() == parameter.sizes(),
-      "group_muon: the loaded momentum has shape ", state.momentum_buffer().sizes(),
-      ", but its parameter has shape ", parameter.sizes());
+  check_momentum(parameter, state.momentum_buffer(), name);
   state.momentum_buffer(state.momentum_buffer().to(parameter.device(), parameter.scalar_type()));
   return state;
 }
@@ -262,18 +259,18 @@ torch::Tensor GroupMuon::step(LossClosure closure) {
       const auto& parameter = group.params()[i];
       if (!parameter.grad().defined()) continue;
       const auto name = parameter_name(options, i, index);
-      auto& state = state_of(state_, parameter);
+      check_grad(parameter, parameter.grad(), name);
+      auto& state = state_of(state_, parameter, name);
       batch->second.push_back(
           {parameter, parameter.grad(), state.momentum_buffer(),
            checked(options.layout(), parameter.sizes(), name), name,
            partition_name(options, i, index), state.step(), options.lr(), options.weight_decay()});
-      check_step(batch->second.back());
     }
   }
   for (const auto& [shared, weights] : batches) {
     group_muon::step(weights, shared);
     for (const auto& weight : weights) {
-      auto& state = state_of(state_, weight.value);
+      auto& state = state_of(state_, weight.value, weight.name);
       state.step(state.step() + 1);
     }
   }

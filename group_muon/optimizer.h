@@ -14,8 +14,9 @@
 
 namespace group_muon {
 
-/// Options of a parameter group. In a group, a field left at its default here takes the value of
-/// the optimizer's defaults, as with libtorch's own optimizers.
+/// Options of a parameter group. As with libtorch's own optimizers, a group's field that is as
+/// constructed takes the value of the optimizer's defaults. So leave the defaults' layout plain if
+/// some group is to be plain.
 struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMuonOptions> {
   GroupMuonOptions(double lr = 3.6e-4);
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace group_muon {
 namespace {
@@ -98,25 +99,25 @@ Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
   return x;
 }
 
+// SVD has no bf16, and needs none: it is not the fast path.
+c10::ScalarType svd_precision(c10::ScalarType precision) {
+  return precision == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // U·Vᵀ over the singular values above the cut-off. LAPACK refuses NaN, so such blocks go round it.
 Tensor polar_factor(const Tensor& x, double rank_tolerance) {
   const Tensor finite = x.isfinite().flatten(-2).all(-1).unsqueeze(-1).unsqueeze(-1);
   const auto [u, s, vh] = at::linalg_svd(at::where(finite, x, at::zeros({}, x.options())), false);
-  const double epsilon = x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                                        : std::numeric_limits<float>::epsilon();
-  const double tolerance =
-      rank_tolerance > 0 ? rank_tolerance : epsilon * static_cast<double>(x.size(-1));
-  const Tensor kept = (s > s.amax(-1, true) * tolerance).to(x.scalar_type());
+  const Tensor kept = (s > s.amax(-1, true) * rank_tolerance).to(x.scalar_type());
   const Tensor polar = at::bmm(u * kept.unsqueeze(-2), vh);
   return at::where(finite, polar, at::full({}, std::nan(""), x.options()));
 }
 
+// X: [B, short, long], in fp32 or fp64.
 Tensor orthogonalize_wide(const Tensor& x, const OrthogonalizeOptions& options) {
   if (options.method == Method::kExact) {
-    // SVD has no bf16, and needs no bf16: it is not the fast path.
-    const auto svd_type = options.precision == at::kDouble ? at::kDouble : at::kFloat;
     auto scaled = options;
-    scaled.precision = svd_type;
+    scaled.precision = svd_precision(options.precision);
     return polar_factor(normalized(x, scaled), options.rank_tolerance).to(options.precision);
   }
   const Tensor unit = normalized(x, options);
@@ -140,42 +141,69 @@ std::vector<Coefficients> coefficient_list(
   for (int64_t i = 0; i < steps; ++i) {
     coefficients.push_back(with_margin(list[std::min<size_t>(i, list.size() - 1)], margin));
   }
+  return with_tail(std::move(coefficients), tail_steps);
+}
+
+std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps) {
   coefficients.insert(coefficients.end(), tail_steps, kConvergingTail);
   return coefficients;
 }
 
 std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients) {
   // The accumulated factor Q has eigenvalues q(x), x the singular values of X in [0, 1]. Follow a
-  // fine grid of them through all steps and take the restart with the smallest max q / min q.
-  const auto total = static_cast<int64_t>(coefficients.size());
-  std::vector<double> grid;
-  for (int i = 0; i < 920; ++i) grid.push_back(std::pow(0.99, i));  // 1 … 1e-4
-  const auto condition = [&](int64_t begin, int64_t end) {
+  // grid of them through all steps and take the restart with the smallest max q / min q.
+  constexpr int kGrid = 100;
+  const size_t total = coefficients.size();
+  // before[r] and after[r]: extremes over the grid of the product of the factors up to, and from, r.
+  struct Extremes {
     double smallest = std::numeric_limits<double>::infinity();
     double largest = 0;
-    for (double x : grid) {
-      double q = 1;
-      for (int64_t i = 0; i < end; ++i) {
-        const auto& [a, b, c] = coefficients[i];
-        const double factor = a + b * x * x + c * std::pow(x, 4);
-        if (i >= begin) q *= std::abs(factor);
-        x *= factor;
-      }
+    void include(double q) {
       smallest = std::min(smallest, q);
       largest = std::max(largest, q);
     }
-    return largest / smallest;
+    double condition() const { return largest / smallest; }
   };
-  int64_t best = 0;
-  double best_condition = condition(0, total);
-  for (int64_t restart = 1; restart < total; ++restart) {
-    const double worse = std::max(condition(0, restart), condition(restart, total));
-    if (worse < best_condition) {
-      best = restart;
-      best_condition = worse;
+  std::vector<Extremes> before(total + 1), after(total + 1);
+  std::vector<double> product(total + 1, 1);
+  for (int i = 0; i < kGrid; ++i) {
+    double x = std::pow(10, -4.0 * i / kGrid);
+    for (size_t step = 0; step < total; ++step) {
+      const auto& [a, b, c] = coefficients[step];
+      const double factor = a + b * x * x + c * std::pow(x, 4);
+      product[step + 1] = product[step] * std::abs(factor);
+      x *= factor;
+    }
+    for (size_t restart = 0; restart <= total; ++restart) {
+      before[restart].include(product[restart]);
+      after[restart].include(product[total] / product[restart]);
     }
   }
-  return best == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{best};
+  size_t best = 0;  // no restart
+  const auto condition = [&](size_t restart) {
+    return std::max(before[restart].condition(), after[restart].condition());
+  };
+  for (size_t restart = 1; restart < total; ++restart) {
+    if (condition(restart) < condition(best)) best = restart;
+  }
+  return best == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{static_cast<int64_t>(best)};
+}
+
+double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side) {
+  const auto epsilon = [](c10::ScalarType type) {
+    switch (type) {
+      case at::kDouble:
+        return std::numeric_limits<double>::epsilon();
+      case at::kBFloat16:
+        return static_cast<double>(std::numeric_limits<c10::BFloat16>::epsilon());
+      case at::kHalf:
+        return static_cast<double>(std::numeric_limits<c10::Half>::epsilon());
+      default:
+        return static_cast<double>(std::numeric_limits<float>::epsilon());
+    }
+  };
+  return std::max(
+      static_cast<double>(long_side) * epsilon(svd_precision(precision)), epsilon(data));
 }
 
 Tensor orthogonalize(const Tensor& blocks, const OrthogonalizeOptions& options) {
@@ -195,8 +223,13 @@ Tensor orthogonalize(const Tensor& blocks, const OrthogonalizeOptions& options) 
   x = x.to(
       options.precision == at::kDouble || x.scalar_type() == at::kDouble ? at::kDouble
                                                                          : at::kFloat);
+  auto complete = options;
+  if (options.rank_tolerance == 0) {
+    complete.rank_tolerance =
+        default_rank_tolerance(blocks.scalar_type(), options.precision, std::max(rows, cols));
+  }
   const bool tall = rows > cols;
-  const Tensor result = orthogonalize_wide(tall ? x.mT() : x, options);
+  const Tensor result = orthogonalize_wide(tall ? x.mT() : x, complete);
   return (tall ? result.mT().contiguous() : result).view(blocks.sizes());
 }
 
@@ -228,6 +261,9 @@ void check(const OrthogonalizeOptions& options) {
   TORCH_CHECK_VALUE(
       options.method == Method::kExact || !options.coefficients.empty(),
       "group_muon: an iteration needs at least one step");
+  TORCH_CHECK_VALUE(
+      options.restarts.empty() || options.method == Method::kGram,
+      "group_muon: restarts are for the method gram only");
   int64_t previous = 0;
   for (const auto restart : options.restarts) {
     TORCH_CHECK_VALUE(

@@ -31,6 +31,9 @@ enum class Method {
 std::vector<Coefficients> coefficient_list(
     std::string_view name, int64_t steps, int64_t tail_steps, Method method);
 
+/// The list, then `tail_steps` of the converging step.
+std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
+
 /// The steps after which kGram starts anew from XXᵀ, for these coefficients: at most one, where
 /// the factor it accumulates stays best conditioned.
 std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients);
@@ -42,10 +45,14 @@ struct OrthogonalizeOptions {
   c10::ScalarType precision = c10::kBFloat16;
   double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
   bool relative_eps = true;   // relative keeps scale invariance for tiny blocks
-  double rank_tolerance = 0;  // kExact: σ ≤ tolerance·σ_max count as 0; 0: long side · epsilon
+  double rank_tolerance = 0;  // kExact: σ ≤ tolerance·σ_max count as 0; 0: by precision
 
   bool operator==(const OrthogonalizeOptions&) const = default;
 };
+
+/// What counts as zero where nothing is said, relative to the largest singular value: the SVD's own
+/// rounding, or one unit of the data's, whichever is larger.
+double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side);
 
 /// Orthogonalizes every matrix of `blocks` (… × m × n, any aspect ratio); returns a new tensor of
 /// that shape in the working precision. Zero gives zero, a block with NaN or Inf gives NaN, and no

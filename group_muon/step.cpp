@@ -17,8 +17,13 @@ MatrixShape shape_of(const Weight& weight) {
 }
 
 // A weight-shaped tensor as [matrices, rows, cols]: a view wherever its strides allow.
-Tensor as_matrices(const Tensor& tensor, const MatrixShape& shape) {
+Tensor as_matrices(const Tensor& tensor, const Weight& weight) {
+  const auto shape = shape_of(weight);
   return tensor.reshape({shape.count, shape.rows, shape.cols});
+}
+
+Tensor slot_matrices(const Tensor& matrices, const Slot& slot) {
+  return matrices.narrow(0, slot.first_matrix, slot.matrices);
 }
 
 // The segment's rows in gathering order.
@@ -98,7 +103,6 @@ ShapedSlot plan_segment(
   slot.axis = by_rows ? 0 : 1;
   slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key));
   slot.groups = segment.num_heads() / grouping.group_size;
-  slot.blocks = slot.groups * shape.count;
   slot.transpose = rows > cols;
   slot.scale = update_scale(
       options.scale, out_in(weight.layout, rows, cols),
@@ -110,7 +114,7 @@ ShapedSlot plan_segment(
 // The blocks of a slot as a view of the bucket in the segment's own shape and orientation:
 // [matrices, groups, block rows, block cols].
 Tensor slot_blocks(const Slot& slot, const Tensor& bucket) {
-  const Tensor blocks = bucket.narrow(0, slot.first_block, slot.blocks);
+  const Tensor blocks = bucket.narrow(0, slot.first_block, slot.blocks());
   return (slot.transpose ? blocks.mT() : blocks).unflatten(0, {-1, slot.groups});
 }
 
@@ -126,26 +130,32 @@ Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
 
 }  // namespace
 
-void check_value(const Tensor& value, const std::string& name) {
+void check_value(const Tensor& value, const std::string& name, bool average) {
   TORCH_CHECK_TYPE(
       value.layout() == at::kStrided, "group_muon: parameter '", name, "' is ", value.layout(),
       ", but Group Muon steps dense (strided) weights only");
   TORCH_CHECK_TYPE(
       value.is_floating_point(), "group_muon: parameter '", name, "' is ", value.scalar_type(),
       ", but Group Muon steps real floating-point weights only");
+  TORCH_CHECK_TYPE(
+      value.scalar_type() != at::kHalf || average, "group_muon: parameter '", name,
+      "' is Half, in which momentum as a sum overflows; use average momentum, or keep weights in ",
+      "bfloat16 or float32");
 }
 
-void check_step(const Weight& weight) {
-  check_value(weight.value, weight.name);
+void check_grad(const Tensor& value, const Tensor& grad, const std::string& name) {
   TORCH_CHECK_TYPE(
-      weight.grad.layout() == at::kStrided, "group_muon: parameter '", weight.name,
+      grad.layout() == at::kStrided, "group_muon: parameter '", name,
       "' has a sparse gradient, but Group Muon needs dense ones");
   TORCH_CHECK_VALUE(
-      weight.grad.sizes() == weight.value.sizes() &&
-          weight.momentum.sizes() == weight.value.sizes(),
-      "group_muon: parameter '", weight.name, "' has shape ", weight.value.sizes(),
-      ", but its gradient has ", weight.grad.sizes(), " and its momentum ",
-      weight.momentum.sizes());
+      grad.sizes() == value.sizes(), "group_muon: parameter '", name, "' has shape ", value.sizes(),
+      ", but its gradient has ", grad.sizes());
+}
+
+void check_momentum(const Tensor& value, const Tensor& momentum, const std::string& name) {
+  TORCH_CHECK_VALUE(
+      momentum.sizes() == value.sizes(), "group_muon: parameter '", name, "' has shape ",
+      value.sizes(), ", but its momentum has ", momentum.sizes());
 }
 
 void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options) {
@@ -172,25 +182,33 @@ std::vector<Bucket> make_plan(
     if (weight.value.numel() == 0) continue;
     const auto shape = shape_of(weight);
     const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
-    const auto device = weight.momentum.device();
-    const auto dtype = weight.momentum.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto& momentum = weight.momentum;
     for (const auto& segment : segments_of(weight.layout, length)) {
-      auto [slot, rows, cols] = plan_segment(weight, shape, segment, options);
+      const auto [slot, rows, cols] = plan_segment(weight, shape, segment, options);
       const auto [short_side, long_side] = std::minmax(rows, cols);
-      const auto key = std::tuple{short_side, long_side, device.str(), dtype};
-      const auto found = open.find(key);
-      const bool fits =
-          found != open.end() &&
-          (buckets[found->second].blocks + slot.blocks) * short_side * long_side <= max_elements;
-      if (!fits) {
-        open[key] = buckets.size();
-        buckets.push_back({short_side, long_side, 0, at::TensorOptions(device).dtype(dtype), {}});
+      const auto key =
+          std::tuple{short_side, long_side, momentum.device().str(), momentum.scalar_type()};
+      const int64_t max_blocks = max_elements / (short_side * long_side);
+      // Stacked matrices may go to several buckets.
+      for (int64_t matrix = 0; matrix < shape.count;) {
+        const auto found = open.find(key);
+        int64_t room =
+            found == open.end() ? 0 : (max_blocks - buckets[found->second].blocks) / slot.groups;
+        if (room < 1) {
+          open[key] = buckets.size();
+          buckets.push_back({short_side, long_side, 0, momentum.options(), {}});
+          room = std::max<int64_t>(1, max_blocks / slot.groups);
+        }
+        auto& bucket = buckets[open[key]];
+        Slot part = slot;
+        part.weight = i;
+        part.first_matrix = matrix;
+        part.matrices = std::min(room, shape.count - matrix);
+        part.first_block = bucket.blocks;
+        matrix += part.matrices;
+        bucket.blocks += part.blocks();
+        bucket.slots.push_back(std::move(part));
       }
-      auto& bucket = buckets[open[key]];
-      slot.weight = i;
-      slot.first_block = bucket.blocks;
-      bucket.blocks += slot.blocks;
-      bucket.slots.push_back(std::move(slot));
     }
   }
   return buckets;
@@ -198,12 +216,14 @@ std::vector<Bucket> make_plan(
 
 Tensor gather(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
+  const auto dtype = bucket.momentum.dtype() == at::kDouble ? at::kDouble : at::kFloat;
   Tensor blocks =
-      at::empty({bucket.blocks, bucket.short_side, bucket.long_side}, bucket.tensor_options);
+      at::empty({bucket.blocks, bucket.short_side, bucket.long_side}, bucket.momentum.dtype(dtype));
   for (const auto& slot : bucket.slots) {
     const auto& weight = weights[slot.weight];
     const auto slot_of = [&](const Tensor& tensor) {
-      return split_groups(select_rows(as_matrices(tensor, shape_of(weight)), slot), slot);
+      return split_groups(
+          select_rows(slot_matrices(as_matrices(tensor, weight), slot), slot), slot);
     };
     Tensor target = slot_blocks(slot, blocks);
     target.copy_(slot_of(weight.momentum));
@@ -218,9 +238,9 @@ Tensor gather(
 void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>& weights) {
   for (const auto& slot : bucket.slots) {
     const auto& weight = weights[slot.weight];
-    const Tensor matrices = as_matrices(weight.value, shape_of(weight));
+    const Tensor matrices = as_matrices(weight.value, weight);
     const Tensor update = merge_groups(slot_blocks(slot, blocks), slot);
-    add_rows(matrices, slot, update, -weight.lr * slot.scale);
+    add_rows(slot_matrices(matrices, slot), slot, update, -weight.lr * slot.scale);
     if (!matrices.is_alias_of(weight.value)) weight.value.copy_(matrices.view_as(weight.value));
   }
 }
@@ -232,8 +252,14 @@ void step(const std::vector<Weight>& weights, const StepOptions& options) {
     if (weight.weight_decay != 0) weight.value.mul_(1 - weight.lr * weight.weight_decay);
   }
   for (const auto& bucket : make_plan(weights, options)) {
+    auto orthogonalization = options.orthogonalize;
+    if (orthogonalization.rank_tolerance == 0) {  // gathering hides how coarse the momentum is
+      orthogonalization.rank_tolerance = default_rank_tolerance(
+          c10::typeMetaToScalarType(bucket.momentum.dtype()), orthogonalization.precision,
+          bucket.long_side);
+    }
     const Tensor blocks = gather(bucket, weights, options);
-    apply(bucket, orthogonalize(blocks, options.orthogonalize), weights);
+    apply(bucket, orthogonalize(blocks, orthogonalization), weights);
   }
 }
 

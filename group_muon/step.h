@@ -46,11 +46,14 @@ struct Slot {
   size_t weight = 0;          // index into the list of weights
   int64_t axis = 0;           // 0: heads along rows, 1: along columns
   std::vector<int64_t> rows;  // the segment's rows (or columns), group after group
+  int64_t first_matrix = 0;   // of stacked matrices, those from this one on …
+  int64_t matrices = 1;       // … so many
   int64_t groups = 1;         // per matrix
-  int64_t blocks = 1;         // groups × stacked matrices
   int64_t first_block = 0;    // place in the bucket
   bool transpose = false;     // blocks are taller than wide: they enter the bucket on their side
   double scale = 1;           // factor on lr
+
+  int64_t blocks() const { return matrices * groups; }
 };
 
 /// Blocks of one oriented shape (short side first), orthogonalized in one call.
@@ -58,7 +61,7 @@ struct Bucket {
   int64_t short_side = 0;
   int64_t long_side = 0;
   int64_t blocks = 0;
-  at::TensorOptions tensor_options;  // device, and fp32 or fp64: devices and dtypes do not mix
+  at::TensorOptions momentum;  // device and dtype of what is gathered; neither mixes in a bucket
   std::vector<Slot> slots;
 };
 
@@ -82,10 +85,11 @@ void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Wei
 /// The whole step.
 void step(const std::vector<Weight>& weights, const StepOptions& options);
 
-/// Refuses weights that are not dense real matrices, naming the parameter.
-void check_value(const at::Tensor& value, const std::string& name);
+/// Refuses weights that cannot be stepped (`average`: as in StepOptions), naming the parameter.
+void check_value(const at::Tensor& value, const std::string& name, bool average);
 
-/// The same before a step, with its gradient and momentum.
-void check_step(const Weight& weight);
+/// Refuses a gradient, or a momentum, that does not fit the weight.
+void check_grad(const at::Tensor& value, const at::Tensor& grad, const std::string& name);
+void check_momentum(const at::Tensor& value, const at::Tensor& momentum, const std::string& name);
 
 }  // namespace group_muon

@@ -3,6 +3,7 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <sstream>
 
 #include "group_muon/group_muon.h"
@@ -419,6 +420,21 @@ TEST(FusedAdamW, SavingAndLoadingIsBitIdentical) {
   EXPECT_TRUE(torch::equal(train_adamw(false), train_adamw(true)));
 }
 
+TEST(FusedAdamW, AStateLoadsIntoAModelOfAnotherDtype) {
+  Tensor w = parameter({20});
+  FusedAdamW optimizer(std::vector<Tensor>{w}, torch::optim::AdamWOptions(0.01));
+  set_grads({w}, 0);
+  optimizer.step();
+  std::stringstream file;
+  torch::save(optimizer, file);
+  Tensor half = w.detach().to(torch::kBFloat16).requires_grad_();
+  FusedAdamW resumed(std::vector<Tensor>{half}, torch::optim::AdamWOptions(0.01));
+  torch::load(resumed, file);
+  set_grads({half}, 1);
+  resumed.step();
+  EXPECT_TRUE(half.isfinite().all().item<bool>());
+}
+
 struct TinyGpt : torch::nn::Module {
   torch::nn::Embedding wte{nullptr};
   torch::nn::Linear c_attn{nullptr}, c_proj{nullptr}, lm_head{nullptr};
@@ -461,6 +477,30 @@ TEST(Assemble, ATiedWeightCountsOnce) {
   auto optimizers = assemble(model, {.adamw_names = {"lm_head.weight"}});
   EXPECT_EQ(optimizers.adamw.param_groups()[0].params().size(), 5U);
   EXPECT_EQ(optimizers.muon.param_groups()[0].params().size(), 2U);
+}
+
+struct Mixed : torch::nn::Module {
+  torch::nn::Conv1d conv = register_module("conv", torch::nn::Conv1d(8, 16, 3));
+  torch::nn::ConvTranspose2d up = register_module("up", torch::nn::ConvTranspose2d(8, 4, 3));
+  torch::nn::EmbeddingBag bag = register_module("bag", torch::nn::EmbeddingBag(32, 8));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(8, 4));
+  torch::nn::Linear overhead = register_module("overhead", torch::nn::Linear(8, 4));
+};
+
+TEST(Assemble, ConvolutionsAreFlattenedAndEmbeddingBagsAreAdamWs) {
+  Mixed model;
+  const auto optimizers = assemble(model);
+  std::map<std::string, std::string> layouts;
+  for (size_t i = 0; i < optimizers.muon.param_groups().size(); ++i) {
+    for (const auto& name : group_options(optimizers.muon, i).names()) {
+      layouts[name] = to_string(group_options(optimizers.muon, i).layout());
+    }
+  }
+  const std::map<std::string, std::string> expected = {
+      {"conv.weight", "rows flatten"},
+      {"up.weight", "columns transposed flatten"},
+      {"overhead.weight", "rows"}};
+  EXPECT_EQ(layouts, expected);
 }
 
 TEST(Assemble, ALayoutThatFitsNoWeightIsAnError) {

@@ -146,6 +146,18 @@ TEST_F(OrthogonalizeTest, ExactRankCutOffIsAnOption) {
   EXPECT_NEAR(orthogonalize(g, options).square().sum().item<double>(), 2, 1e-9);
 }
 
+TEST_F(OrthogonalizeTest, ExactSeesTheRankThroughTheRoundingOfItsData) {
+  const Tensor g = torch::randn({64, 3}, torch::kDouble).mm(torch::randn({3, 128}, torch::kDouble));
+  for (const auto data : {torch::kBFloat16, torch::kFloat, torch::kDouble}) {
+    for (const auto precision : {torch::kBFloat16, torch::kFloat, torch::kDouble}) {
+      const Tensor p =
+          orthogonalize(g.to(data), {.method = Method::kExact, .precision = precision});
+      EXPECT_NEAR(p.to(torch::kDouble).square().sum().item<double>(), 3, 0.05)
+          << data << " " << precision;
+    }
+  }
+}
+
 TEST_F(OrthogonalizeTest, TheConvergingTailReachesTheExactPolarFactor) {
   for (const auto* name : {"quintic", "polar_express", "you"}) {
     for (const double condition : {1.0, 1e2, 1e4}) {
@@ -182,6 +194,7 @@ TEST_F(OrthogonalizeTest, GramEqualsStandardWithinItsBound) {
       const auto gram = iteration(name, 5, Method::kGram, bound.precision);
       auto standard = gram;  // the same coefficients, so the same margin
       standard.method = Method::kNewtonSchulz;
+      standard.restarts = {};
       standard.precision = torch::kDouble;
       EXPECT_LT(
           relative_error(orthogonalize(gaussian, gram), orthogonalize(gaussian, standard)),
@@ -332,7 +345,8 @@ TEST_F(OrthogonalizeTest, BadUseIsRefusedWithTheValue) {
   EXPECT_ERROR_SAYS(orthogonalize(x, {.eps = -1}), "eps should be 0 or more, not -1");
   EXPECT_ERROR_SAYS(orthogonalize(x, {.coefficients = {}}), "at least one step");
   EXPECT_ERROR_SAYS(
-      orthogonalize(x, {.restarts = {5}}), "between 1 and 4 for 5 steps, but one is 5");
+      orthogonalize(x, {.method = Method::kGram, .restarts = {5}}),
+      "between 1 and 4 for 5 steps, but one is 5");
   EXPECT_ERROR_SAYS(
       orthogonalize(x, {.rank_tolerance = 2}), "rank_tolerance should be in [0, 1), not 2");
   EXPECT_ERROR_SAYS(

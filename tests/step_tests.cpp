@@ -110,7 +110,7 @@ std::vector<Case> cases(const GroupingSchedule& grouping) {
        mla_key_value(12, 3, 4, grouping, grouping),
        [](auto groups) {
          return std::vector<Family>{
-             {heads(12, 3, 0, 7), groups(12, 0)}, {heads(12, 4, 3, 7), groups(12, 1)}};
+             {heads(12, 3, 0, 7), groups(12, 0)}, {heads(12, 4, 3, 7), groups(12, 2)}};
        }},
       {"output projection",
        {20, 24},
@@ -328,6 +328,19 @@ TEST_F(StepIdentities, SteppingTogetherIsSteppingOneByOne) {
   }
 }
 
+TEST_F(StepIdentities, AStackThatIsSplitOverBucketsIsSteppedAlike) {
+  // Larger than a bucket: 40 matrices of 512 × 512 are 1.25 · 2^23 elements.
+  const Tensor w = torch::randn({40, 512, 512}), g = torch::randn({40, 512, 512});
+  StepOptions options;
+  Tensor whole = w.clone();
+  group_muon::step({{whole, g, torch::zeros_like(w), plain(), "w", "w", 0, 0.1, 0}}, options);
+  for (const int64_t i : {0, 31, 32, 39}) {
+    Tensor one = w[i].clone();
+    group_muon::step({{one, g[i], torch::zeros_like(one), plain(), "w", "w", 0, 0.1, 0}}, options);
+    EXPECT_TRUE(torch::allclose(whole[i], one, 0, 0.02)) << i;
+  }
+}
+
 TEST_F(StepIdentities, NonContiguousWeightsAreSteppedInPlace) {
   const Tensor w = random({24, 16}), g = random({24, 16});
   const auto expected = stepped({w}, {g}, {plain()}, {"w"})[0];
@@ -400,6 +413,15 @@ TEST(Plan, ABucketIsClosedBeforeItGrowsTooLarge) {
   ASSERT_EQ(buckets.size(), 3U);
   EXPECT_EQ(buckets[0].blocks, 2);
   EXPECT_EQ(buckets[2].blocks, 1);
+}
+
+TEST(Plan, StackedMatricesAreSplitOverBuckets) {
+  const auto weights = weights_of({{5, 8, 16}}, stacked(separate(4, 2, parse_schedule("2"))));
+  const auto buckets = make_plan(weights, {}, 2 * 8 * 16);  // two matrices' worth
+  ASSERT_EQ(buckets.size(), 3U);
+  EXPECT_EQ(buckets[0].blocks, 4);
+  EXPECT_EQ(buckets[1].slots[0].first_matrix, 2);
+  EXPECT_EQ(buckets[2].blocks, 2);
 }
 
 TEST(Plan, TheScheduleDecidesAtEveryStep) {

@@ -1,7 +1,7 @@
 """Layouts: where the heads of a weight lie. A layout is a text, made by these functions.
 
-Groupings are texts too: "all" (one group), "6:random", "3:interval", "2" (adjacent), an order of
-your own such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
+Groupings are texts too: "all" (one group), "6:random", "3:interval", "2" (adjacent; the number 2 will
+do), an order of your own such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
 """
 
 import torch
@@ -30,15 +30,15 @@ def packed_qkv(
     kv_heads: int = 0,
     value_dim: int = 0,
     *,
-    q: str = "all",
-    k: str = "all",
-    v: str = "all",
+    q: str | int = "all",
+    k: str | int = "all",
+    v: str | int = "all",
     share_qk: bool = False,
 ) -> str:
     """All query heads, then all key heads, then all value heads (GPT-2, nanoGPT).
 
     share_qk lets Q and K draw the same random partition."""
-    return _ops.packed_qkv(heads, head_dim, kv_heads, value_dim, q, k, v, share_qk)
+    return _ops.packed_qkv(heads, head_dim, kv_heads, value_dim, str(q), str(k), str(v), share_qk)
 
 
 def interleaved_qkv(
@@ -47,33 +47,37 @@ def interleaved_qkv(
     kv_heads: int = 0,
     value_dim: int = 0,
     *,
-    q: str = "all",
-    k: str = "all",
-    v: str = "all",
+    q: str | int = "all",
+    k: str | int = "all",
+    v: str | int = "all",
     share_qk: bool = False,
 ) -> str:
     """[q, k, v] head by head (GPT-NeoX); with fewer KV heads [q … q, k, v] per KV head."""
-    return _ops.interleaved_qkv(heads, head_dim, kv_heads, value_dim, q, k, v, share_qk)
+    return _ops.interleaved_qkv(
+        heads, head_dim, kv_heads, value_dim, str(q), str(k), str(v), share_qk
+    )
 
 
-def separate(heads: int, head_dim: int, grouping: str = "all", name: str = "heads") -> str:
+def separate(heads: int, head_dim: int, grouping: str | int = "all", name: str = "heads") -> str:
     """A projection of its own: the heads one below the other."""
-    return _ops.separate(heads, head_dim, grouping, name)
+    return _ops.separate(heads, head_dim, str(grouping), name)
 
 
-def mla_query(heads: int, nope_dim: int, rope_dim: int, grouping: str = "all") -> str:
+def mla_query(heads: int, nope_dim: int, rope_dim: int, grouping: str | int = "all") -> str:
     """Query up-projection of multi-head latent attention: [nope, rope] head by head."""
-    return _ops.mla_query(heads, nope_dim, rope_dim, grouping)
+    return _ops.mla_query(heads, nope_dim, rope_dim, str(grouping))
 
 
-def mla_key_value(heads: int, nope_dim: int, value_dim: int, k: str = "all", v: str = "all") -> str:
+def mla_key_value(
+    heads: int, nope_dim: int, value_dim: int, k: str | int = "all", v: str | int = "all"
+) -> str:
     """Key-value up-projection of multi-head latent attention: [k, v] head by head."""
-    return _ops.mla_key_value(heads, nope_dim, value_dim, k, v)
+    return _ops.mla_key_value(heads, nope_dim, value_dim, str(k), str(v))
 
 
-def output_projection(heads: int, value_dim: int, grouping: str = "all") -> str:
+def output_projection(heads: int, value_dim: int, grouping: str | int = "all") -> str:
     """The output projection: its heads lie along the columns."""
-    return _ops.output_projection(heads, value_dim, grouping)
+    return _ops.output_projection(heads, value_dim, str(grouping))
 
 
 def transposed(layout: str) -> str:
@@ -86,9 +90,9 @@ def stacked(layout: str) -> str:
     return _ops.stacked(layout)
 
 
-def with_grouping(layout: str, grouping: str, segment: str = "") -> str:
+def with_grouping(layout: str, grouping: str | int, segment: str = "") -> str:
     """The layout with another grouping for the segments of that name ("" for all)."""
-    return _ops.with_grouping(layout, grouping, segment)
+    return _ops.with_grouping(layout, str(grouping), segment)
 
 
 def head_order(
@@ -101,4 +105,4 @@ def head_order(
     stream: int = 0,
 ) -> list[int]:
     """The order in which heads are gathered at a step; each run of g heads is one group."""
-    return _ops.head_order(heads, grouping, seed, step, parameter, stream)
+    return _ops.head_order(heads, str(grouping), seed, step, parameter, stream)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
+import torch
 from torch import Tensor, nn
 
 from group_muon import layouts
 
 # Names under which attention layers declare their sizes, on the module or on its config.
-_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "n_local_heads", "heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 _WIDTH = ("embed_dim", "hidden_size", "n_embd", "d_model", "dim")
 
@@ -25,7 +26,9 @@ _SEPARATE = (
 )
 _FUSED = ("query_key_value", "qkv_proj")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-_MODEL_HEAD = ("lm_head", "embed_out", "output", "head", "classifier", "score")
+# Output heads: by these names anywhere in a model, and by those directly below its root.
+_HEAD_ANYWHERE = ("lm_head", "embed_out", "classifier", "score")
+_HEAD_AT_TOP = ("head", "heads", "output", "decoder", "fc")
 
 
 @dataclass
@@ -54,11 +57,12 @@ class _Unresolved(Exception):
 
 def param_groups(
     model: nn.Module,
-    group_size: int | dict[str, int | str] | None = 6,
+    group_size: int | dict[str, int | str] | None,
     rule: str = "random",
     *,
     segments: tuple[str, ...] = ("q", "k"),
     share_qk: bool = False,
+    adamw: tuple[str, ...] = (),
     verbose: bool = True,
     file: TextIO | None = None,
 ) -> tuple[list[dict], list[dict]]:
@@ -78,31 +82,36 @@ def param_groups(
         rule: "adjacent", "interval" or "random".
         segments: what a `group_size` that is a number is for; the rest is orthogonalized whole.
         share_qk: Q and K of a layer draw the same random partition.
+        adamw: further weights for AdamW, by the ends of their names, such as ("fusion.weight",).
         verbose: print the table, to `file` or standard output.
 
     Example:
         muon, adamw = group_muon.param_groups(model, group_size=6, rule="random")
         optimizers = [GroupMuon(muon, lr=3.6e-4), torch.optim.AdamW(adamw, lr=3.6e-3, fused=True)]
     """
-    choices = _choose(model, _Wanted(group_size, rule, segments, share_qk))
-    muon: dict[str, dict] = {}
-    adamw: list = []
+    wanted = _Wanted(group_size, rule, segments, share_qk)
+    choices = _choose(model, wanted)
+    muon_groups: dict[str, dict] = {}
+    adamw_params: list = []
     rows = []
     for name, parameter in model.named_parameters():  # a tied weight comes once
         if not parameter.requires_grad:
             continue
-        choice = choices.get(id(parameter)) or _default_choice(parameter)
+        choice = choices.get(id(parameter)) or _default_choice(name, parameter)
+        if any(_bare(name) == end or name.endswith("." + end) for end in adamw):
+            choice = _Choice("AdamW", "", "as you said")
         rows.append((name, tuple(parameter.shape), choice))
         if choice.optimizer == "AdamW":
-            adamw.append((name, parameter))
+            adamw_params.append((name, parameter))
         else:
+            torch.ops.group_muon.check_layout(parameter, choice.layout, name)
             empty = {"params": [], "layout": choice.layout, "partitions": []}
-            group = muon.setdefault(choice.layout, empty)
+            group = muon_groups.setdefault(choice.layout, empty)
             group["params"].append((name, parameter))
-            group["partitions"].append(choice.partition or name)
+            group["partitions"].append(choice.partition or _bare(name))
     if verbose:
-        print(_table(rows), file=file or sys.stdout)
-    return list(muon.values()), [{"params": adamw}] if adamw else []
+        print(_table(rows) + wanted.missing(rows), file=file or sys.stdout)
+    return list(muon_groups.values()), [{"params": adamw_params}] if adamw_params else []
 
 
 class _Wanted:
@@ -123,57 +132,116 @@ class _Wanted:
             return size or "all"
         return layouts.grouping(size if self.per_segment else min(size, heads), self.rule)
 
+    def missing(self, rows: list) -> str:
+        """Says which of the segments asked for no weight has."""
+        found = {name for _, _, choice in rows for name in _segments(choice.layout)}
+        found |= {"q"} if "nope" in found else set()
+        lost = [s for s, size in self.sizes.items() if size is not None and s not in found]
+        return "".join(f"\nnote: no weight was found that holds the segment '{s}'" for s in lost)
+
 
 def _choose(model: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
     """id(parameter) → choice, for every parameter of which a module says something."""
     choices: dict[int, _Choice] = {}
+    config = getattr(model, "config", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            layout = layouts.convolution()
-            choices[id(module.weight)] = _Choice("GroupMuon", layout, "convolution, flattened")
-        choices.update(_attention(name, module, wanted))
+        if layout := _module_layout(module):
+            conv = isinstance(module, nn.modules.conv._ConvNd)
+            why = "convolution, flattened" if conv else "matrix, in × out"
+            # Not if the attention module around it, which comes first, knows more.
+            choices.setdefault(id(module.weight), _Choice("GroupMuon", layout, why))
+        choices.update(_attention(_bare(name), module, config, wanted))
     # Last, since a weight tied to an embedding or a head is AdamW's whatever else it is.
     for name, module in model.named_modules():
+        outputs = getattr(module, "get_output_embeddings", lambda: None)
+        heads = [outputs()] if callable(outputs) else []
+        if _is_head(_bare(name)) and isinstance(module, nn.Linear):
+            heads.append(module)
+        for head in filter(_has_weight, heads):
+            choices[id(head.weight)] = _Choice("AdamW", "", "output head")
+    for _, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             choices[id(module.weight)] = _Choice("AdamW", "", "embedding")
-        elif name in _MODEL_HEAD and isinstance(module, nn.Linear):
-            choices.setdefault(id(module.weight), _Choice("AdamW", "", "output head"))
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if _has_weight(output):
-        choices.setdefault(id(output.weight), _Choice("AdamW", "", "output head"))
     return choices
 
 
-def _default_choice(parameter: Tensor) -> _Choice:
-    if parameter.dim() < 2:
+def _bare(name: str) -> str:
+    """A name without what torch.compile and DistributedDataParallel put before it."""
+    return re.sub(r"(^|(?<=\.))(module|_orig_mod)(\.|$)", "", name)
+
+
+def _is_head(name: str) -> bool:
+    parts = name.split(".")
+    return parts[-1] in _HEAD_ANYWHERE or parts[0] in _HEAD_AT_TOP
+
+
+def _module_layout(module: nn.Module) -> str | None:
+    """The layout of a weight that is not simply out × in."""
+    if type(module).__name__ == "Conv1D" and _has_weight(module):  # Hugging Face's
+        return layouts.transposed(layouts.plain())
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return layouts.transposed(layouts.convolution())
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return layouts.convolution()
+    return None
+
+
+def _default_choice(name: str, parameter: Tensor) -> _Choice:
+    last = name.split(".")[-1]
+    if parameter.dim() < 2 or max(parameter.shape[:-1]) == 1:
         return _Choice("AdamW", "", "not a matrix")
-    if parameter.dim() == 3:
+    if last.endswith("bias"):
+        return _Choice("AdamW", "", "bias")
+    if "token" in last or ("pos" in last and "emb" in last):
+        return _Choice("AdamW", "", "embedding, by its name")
+    if parameter.dim() > 2:
         return _Choice("GroupMuon", layouts.stacked(layouts.plain()), "stack of matrices")
     return _Choice("GroupMuon", layouts.plain(), "matrix")
 
 
-def _attention(name: str, module: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
+def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) -> dict[int, _Choice]:
     """The choices for an attention module's weights; nothing for other modules."""
-    # Q and K as weights of their own share a partition by drawing it under the module's name.
-    partition = (name or type(module).__name__) if wanted.share_qk else None
+    config = getattr(module, "config", config)
+    choices: dict[int, _Choice] = {}
     try:
         for resolve in (_multihead_attention, _mla, _separate, _c_attn, _fused):
-            if found := resolve(module, wanted):
-                return {
-                    id(w): _Choice("GroupMuon", layout, why, partition) for w, layout, why in found
-                }
-        if type(module).__name__.lower().endswith("attention") and any(
-            isinstance(child, nn.Linear) for child in module.children()
-        ):
+            for weight, layout, why in resolve(module, config, wanted) or []:
+                choices[id(weight)] = _Choice("GroupMuon", layout, why + _tall(weight, layout))
+                # Q and K as weights of their own share a partition by drawing it under one name.
+                if wanted.share_qk and {"q", "k", "nope"} & set(_segments(layout)):
+                    choices[id(weight)].partition = name or type(module).__name__
+            if choices:
+                return choices
+        if type(module).__name__.lower().endswith("attention"):
             raise _Unresolved(f"{type(module).__name__} is not a known kind of attention")
     except _Unresolved as reason:
         why = f"UNRESOLVED, so plain: {reason}"
-        own = (p for p in module.parameters() if p.dim() == 2)
-        return {id(p): _Choice("GroupMuon", layouts.plain(), why) for p in own}
-    return {}
+        for child in [module, *module.children()]:
+            weight = getattr(child, "weight", None)
+            if (
+                isinstance(weight, Tensor)
+                and weight.dim() == 2
+                and not isinstance(child, nn.Embedding)
+            ):
+                layout = _module_layout(child) or layouts.plain()
+                choices[id(weight)] = _Choice("GroupMuon", layout, why)
+    return choices
 
 
-def _multihead_attention(module: nn.Module, wanted: _Wanted):
+def _tall(weight: Tensor, layout: str) -> str:
+    """A hint where the heads of a whole segment are more than its matrix has directions."""
+    directions = weight.shape[1 if layout.startswith("rows") else 0]
+    extents = re.findall(r"=(\d+)x(\d+)@", layout)
+    if all(int(heads) * int(rows) <= directions for heads, rows in extents):
+        return ""
+    return f"; ungrouped, its heads share {directions} directions"
+
+
+def _segments(layout: str) -> list[str]:
+    return re.findall(r"(\S+)=\d", layout)
+
+
+def _multihead_attention(module: nn.Module, config: object, wanted: _Wanted):
     if not isinstance(module, nn.MultiheadAttention):
         return None
     sizes = _Sizes(module.num_heads, module.num_heads, module.head_dim, "module.num_heads")
@@ -185,13 +253,13 @@ def _multihead_attention(module: nn.Module, wanted: _Wanted):
     return found + _output(module, sizes, wanted)
 
 
-def _mla(module: nn.Module, wanted: _Wanted):
+def _mla(module: nn.Module, config: object, wanted: _Wanted):
     """Multi-head latent attention, as in DeepSeek. Its config's head_dim may be the rope part only."""
     if not _has_weight(getattr(module, "kv_b_proj", None)):
         return None
-    heads, source = _declared(module, _HEADS)
+    heads, source = _declared(module, config, _HEADS)
     nope, rope, value = (
-        _declared(module, (name,))[0]
+        _declared(module, config, (name,))[0]
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     why = f"MLA, {heads} heads ({source})"
@@ -215,12 +283,12 @@ def _mla(module: nn.Module, wanted: _Wanted):
     return found + _output(module, _Sizes(heads, heads, value, source), wanted)
 
 
-def _separate(module: nn.Module, wanted: _Wanted):
+def _separate(module: nn.Module, config: object, wanted: _Wanted):
     """Q, K and V as three weights."""
     for names in _SEPARATE:
         children = [getattr(module, name, None) for name in names]
         if all(_has_weight(child) for child in children):
-            sizes = _sizes(module)
+            sizes = _sizes(module, config)
             if wanted.share_qk and sizes.heads != sizes.kv_heads:
                 raise ValueError(
                     f"group_muon: {sizes.heads} query heads and {sizes.kv_heads} KV heads cannot share "
@@ -231,7 +299,7 @@ def _separate(module: nn.Module, wanted: _Wanted):
     return None
 
 
-def _c_attn(module: nn.Module, wanted: _Wanted):
+def _c_attn(module: nn.Module, config: object, wanted: _Wanted):
     """GPT-2 and nanoGPT: all of Q, then K, then V; Hugging Face's Conv1D stores it in × out."""
     child = getattr(module, "c_attn", None)
     if not _has_weight(child):
@@ -239,19 +307,23 @@ def _c_attn(module: nn.Module, wanted: _Wanted):
     if hasattr(module, "q_attn"):
         raise _Unresolved("cross-attention packs K and V without Q")
     flipped = type(child).__name__ == "Conv1D"
-    sizes = _sizes(module)
-    weight, layout, why = _qkv(child.weight, layouts.packed_qkv, sizes, wanted, flipped)
-    return [(weight, layout, why)] + _output(module, sizes, wanted, flipped)
+    sizes = _sizes(module, config)
+    order = layouts.packed_qkv
+    if _family(module, config) == "gpt_bigcode":
+        sizes.kv_heads = 1 if config.multi_query else sizes.heads
+        order = layouts.packed_qkv if config.multi_query else layouts.interleaved_qkv
+    return [_qkv(child.weight, order, sizes, wanted, flipped)] + _output(
+        module, sizes, wanted, flipped
+    )
 
 
-def _fused(module: nn.Module, wanted: _Wanted):
+def _fused(module: nn.Module, config: object, wanted: _Wanted):
     """Q, K and V in one weight, in an order that only the model family tells."""
     child = next((c for n in _FUSED if _has_weight(c := getattr(module, n, None))), None)
     if child is None:
         return None
-    sizes = _sizes(module)
-    config = getattr(module, "config", None)
-    family = getattr(config, "model_type", type(module).__name__)
+    sizes = _sizes(module, config)
+    family = _family(module, config)
     if family in ("gpt_neox", "bloom"):
         order = layouts.interleaved_qkv
     elif family == "falcon":
@@ -296,9 +368,6 @@ def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted):
     _expect(weight, heads * sizes.head_dim, sizes.source)
     layout = layouts.separate(heads, sizes.head_dim, wanted.grouping(segment, heads), segment)
     why = f"{segment.upper()}, {heads} heads × {sizes.head_dim} ({sizes.source})"
-    rows, columns = weight.shape
-    if rows > columns:
-        why += f"; taller than wide: ungrouped, heads share {columns} directions"
     return weight, layout, why
 
 
@@ -315,20 +384,24 @@ def _output(module: nn.Module, sizes: _Sizes, wanted: _Wanted, flipped: bool = F
     return [(child.weight, layouts.transposed(layout) if flipped else layout, why)]
 
 
-def _sizes(module: nn.Module) -> _Sizes:
-    heads, source = _declared(module, _HEADS)
-    kv_heads, _ = _declared(module, _KV_HEADS, default=heads)
-    head_dim, _ = _declared(module, _HEAD_DIM, default=0)
+def _family(module: nn.Module, config: object) -> str:
+    return getattr(config, "model_type", type(module).__name__)
+
+
+def _sizes(module: nn.Module, config: object) -> _Sizes:
+    heads, source = _declared(module, config, _HEADS)
+    kv_heads, _ = _declared(module, config, _KV_HEADS, default=heads)
+    head_dim, _ = _declared(module, config, _HEAD_DIM, default=0)
     if not head_dim:
-        head_dim = _declared(module, _WIDTH)[0] // heads
+        head_dim = _declared(module, config, _WIDTH)[0] // heads
     return _Sizes(heads, kv_heads, head_dim, source)
 
 
 def _declared(
-    module: nn.Module, names: tuple[str, ...], default: int | None = None
+    module: nn.Module, config: object, names: tuple[str, ...], default: int | None = None
 ) -> tuple[int, str]:
     """The first of these numbers that the module, or else its config, declares; and where."""
-    for owner, place in ((module, "module"), (getattr(module, "config", None), "config")):
+    for owner, place in ((module, "module"), (config, "config")):
         for name in names:
             value = getattr(owner, name, None)
             if isinstance(value, int) and not isinstance(value, bool):

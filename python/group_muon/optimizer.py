@@ -33,6 +33,8 @@ def _operator_options(options: dict) -> dict:
     """Options as the operators take them: coefficients by name or, flat, by value."""
     result = dict(options)
     coefficients = options["coefficients"]
+    if len(coefficients) == 0:
+        raise ValueError("group_muon: coefficients should be a name or at least one (a, b, c)")
     result["restarts"] = list(options["restarts"])
     result["custom_coefficients"] = []
     if not isinstance(coefficients, str):
@@ -82,6 +84,10 @@ def orthogonalize(
 
 class GroupMuon(torch.optim.Optimizer):
     """Muon that orthogonalizes groups of attention heads.
+
+    Runs on any device libtorch has; tested on CPU and meta, untested on CUDA. load_state_dict
+    restores the saved options too, the layout with its groupings among them: to change them, call
+    set_grouping (or edit param_groups) after loading.
 
     Args:
         params: matrices (or parameter groups of them); embeddings, head, gains and biases belong
@@ -141,6 +147,13 @@ class GroupMuon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        # A state of an older version lacks the options that came later.
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         try:
@@ -169,6 +182,9 @@ class GroupMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # All is checked before anything is written.
+        for group, names in self._named_groups():
+            self._check(group, names)
         # Groups whose options allow it are stepped together, so that their blocks batch.
         batches: dict[str, tuple[dict, list]] = {}
         for group, names in self._named_groups():
@@ -180,7 +196,6 @@ class GroupMuon(torch.optim.Optimizer):
             ):
                 if parameter.grad is None:
                     continue
-                _refuse_dtensor(parameter, name)
                 state = self._state_of(parameter)
                 weights.append(
                     (parameter, parameter.grad, state["momentum_buffer"], group["layout"], name,
@@ -197,6 +212,7 @@ class GroupMuon(torch.optim.Optimizer):
         """Takes over the momentum of a torch.optim.Muon over the same parameters, or of its
         state_dict (by parameter names where both have them, else in order)."""
         buffers = self._muon_buffers(muon)
+        changes = []  # all is checked before anything is written
         for group, names in self._named_groups():
             for parameter, name in zip(group["params"], names):
                 if id(parameter) not in buffers:
@@ -211,7 +227,9 @@ class GroupMuon(torch.optim.Optimizer):
                     )
                 # torch.optim.Muon keeps the average (1-μ)·ΣμⁱG; ours may be the plain sum.
                 scale = 1.0 if group["average"] else 1.0 / (1.0 - momentum)
-                self._state_of(parameter)["momentum_buffer"].copy_(buffer * scale)
+                changes.append((parameter, buffer * scale))
+        for parameter, momentum in changes:
+            self._state_of(parameter)["momentum_buffer"].copy_(momentum)
 
     def _muon_buffers(self, muon: "torch.optim.Muon | dict") -> dict:
         """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other one."""
@@ -272,7 +290,12 @@ class GroupMuon(torch.optim.Optimizer):
             )
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError(f"group_muon: lr should have one element, not {group['lr'].numel()}")
+        if not isinstance(group["layout"], str):
+            raise TypeError(
+                f"group_muon: layout should be a text such as packed_qkv() makes, not {group['layout']!r}"
+            )
         _ops.check(
-            group["params"], names, group["layout"], float(group["lr"]), float(group["weight_decay"]),
+            group["params"], [p.grad for p in group["params"]], names, group["layout"],
+            float(group["lr"]), float(group["weight_decay"]),
             **_operator_options({key: group[key] for key in _SHARED}),
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """param_groups on real models: Hugging Face's own classes with small configs, nanoGPT's shapes, torch's."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_gpt2_is_packed_and_stored_in_by_out():
         "columns transposed q=12x4@0+4/6:random k=12x4@48+4/6:random~1 v=12x4@96+4/all~2"
     )
     assert layouts["transformer.h.0.attn.c_proj.weight"] == "rows transposed o=12x4@0+4/all"
-    assert layouts["transformer.h.0.mlp.c_fc.weight"] == "rows"
+    assert layouts["transformer.h.0.mlp.c_fc.weight"] == "columns transposed"
     assert "transformer.wte.weight" in adamw and "transformer.wpe.weight" in adamw
     assert "transformer.h.0.ln_1.weight" in adamw and "transformer.h.0.attn.c_attn.bias" in adamw
     assert "packed QKV, 12 heads × 4 (module.num_heads), in × out" in table
@@ -110,22 +111,86 @@ def test_neox_is_interleaved():
     assert "interleaved QKV, 12 heads × 4" in table
 
 
-def test_interleaved_rows_are_the_models_own():
-    """The layout's query rows are those that the model really reads as queries."""
-    model = transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(**SMALL, num_attention_heads=12)
-    ).eval()
-    weight = model.gpt_neox.layers[0].attention.query_key_value.weight
-    bias = model.gpt_neox.layers[0].attention.query_key_value.bias
+def rows_of(layout, segment):
+    """The rows (or columns) of a segment, read from the layout's text."""
+    count, size, first, rest = re.search(
+        rf" {segment}=(\d+)x(\d+)@(\d+)([+,][^/]*)/", layout
+    ).groups()
+    if rest.startswith("+"):
+        starts = [int(first) + i * int(rest[1:]) for i in range(int(count))]
+    else:
+        starts = [int(start) for start in (first + rest).split(",")]
+    return [start + i for start in starts for i in range(int(size))]
+
+
+HEADS = dict(num_attention_heads=12)
+FUSED = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=48, n_layer=2, n_head=12)
+    ),
+    "bigcode": lambda: transformers.GPTBigCodeForCausalLM(
+        transformers.GPTBigCodeConfig(
+            vocab_size=64, n_embd=48, n_layer=2, n_head=12, multi_query=False
+        )
+    ),
+    "bigcode, multi-query": lambda: transformers.GPTBigCodeForCausalLM(
+        transformers.GPTBigCodeConfig(
+            vocab_size=64, n_embd=48, n_layer=2, n_head=12, multi_query=True
+        )
+    ),
+    "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, **HEADS)),
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=64, hidden_size=48, n_layer=2, n_head=12)
+    ),
+    "phi3": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**SMALL, **HEADS, num_key_value_heads=4, pad_token_id=0)
+    ),
+    "falcon": lambda: transformers.FalconForCausalLM(falcon_config(False, False)),
+    "falcon, multi-query": lambda: transformers.FalconForCausalLM(falcon_config(False, True)),
+    "falcon, grouped": lambda: transformers.FalconForCausalLM(falcon_config(True, True)),
+}
+
+
+def falcon_config(new, multi_query):
+    return transformers.FalconConfig(
+        vocab_size=64,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_kv_heads=4 if new else 12,
+        new_decoder_architecture=new,
+        multi_query=multi_query,
+        bias=False,
+    )
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_rows_of_a_layout_are_those_the_model_reads(family):
+    """Queries times 2 and keys by 2, by the layout's rows: attention must not change. Queries times
+    2 alone: it must."""
+    model = FUSED[family]().eval()
+    muon, _ = param_groups(model, group_size=None, verbose=False)
+    fused = [
+        (p, g["layout"]) for g in muon for _, p in g["params"] if {"q", "k"} <= set(segments(g))
+    ]
+    assert len(fused) == 2  # layers
     tokens = torch.randint(64, (1, 6))
-    reference = model(tokens).logits
-    # Scaling q by 2 and k by 1/2, by the layout's rows, must not change the model.
     with torch.no_grad():
-        for head in range(12):
-            for tensor in (weight, bias):
-                tensor[12 * head : 12 * head + 4] *= 2
-                tensor[12 * head + 4 : 12 * head + 8] /= 2
-    assert torch.allclose(model(tokens).logits, reference, atol=1e-5)
+        for weight, _ in fused:
+            weight.mul_(5)  # initial weights are small, and so would be the effect
+        reference = model(tokens).logits
+        for weight, layout in fused:
+            along = weight if layout.startswith("rows") else weight.T
+            along[rows_of(layout, "q")] *= 2
+        assert not torch.allclose(model(tokens).logits, reference, atol=1e-4)
+        for weight, layout in fused:
+            along = weight if layout.startswith("rows") else weight.T
+            along[rows_of(layout, "k")] /= 2
+        assert torch.allclose(model(tokens).logits, reference, atol=1e-5)
+
+
+def segments(group):
+    return [word.split("=")[0] for word in group["layout"].split() if "=" in word]
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
@@ -143,7 +208,7 @@ def test_deepseek_mla(q_lora_rank):
     prefix = "model.layers.0.self_attn."
     query = prefix + ("q_proj.weight" if q_lora_rank is None else "q_b_proj.weight")
     assert layouts[query] == "rows nope=12x6@0+10/6:random rope=12x4@6+10/6:random~1"
-    assert layouts[prefix + "kv_b_proj.weight"] == "rows k=12x6@0+11/6:random v=12x5@6+11/all~1"
+    assert layouts[prefix + "kv_b_proj.weight"] == "rows k=12x6@0+11/6:random v=12x5@6+11/all~2"
     assert layouts[prefix + "o_proj.weight"] == "columns o=12x5@0+5/all"
     assert layouts[prefix + "kv_a_proj_with_mqa.weight"] == "rows"
     experts = [name for name in layouts if ".mlp.experts." in name]
@@ -163,10 +228,7 @@ def test_bert():
 
 @pytest.mark.parametrize("new, multi_query", [(True, True), (False, True), (False, False)])
 def test_falcon_has_three_orders(new, multi_query):
-    config = transformers.FalconConfig(
-        vocab_size=64, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, num_kv_heads=4 if new else 12,
-        new_decoder_architecture=new, multi_query=multi_query, bias=False,
-    )  # fmt: skip
+    config = falcon_config(new, multi_query)
     layouts, _, table = trains(transformers.FalconForCausalLM(config), group_size=6)
     layout = layouts["transformer.h.0.self_attention.query_key_value.weight"]
     assert "UNRESOLVED" not in table
@@ -212,7 +274,7 @@ class NanoGpt(nn.Module):
 
 
 def test_nanogpt_and_its_tied_head():
-    muon, adamw = param_groups(NanoGpt(), verbose=False)
+    muon, adamw = param_groups(NanoGpt(), 6, verbose=False)
     assert layouts_of(muon)["attn.c_attn.weight"] == (
         "rows q=12x4@0+4/6:random k=12x4@48+4/6:random~1 v=12x4@96+4/all~2"
     )
@@ -221,7 +283,7 @@ def test_nanogpt_and_its_tied_head():
 
 
 def test_q_and_k_can_share_a_partition():
-    muon, _ = param_groups(NanoGpt(), share_qk=True, verbose=False)
+    muon, _ = param_groups(NanoGpt(), 6, share_qk=True, verbose=False)
     assert "k=12x4@48+4/6:random v" in layouts_of(muon)["attn.c_attn.weight"]
 
 
@@ -233,14 +295,14 @@ def test_separate_q_and_k_can_share_a_partition_too():
             )
         )
 
-    muon, _ = param_groups(llama(12), share_qk=True, verbose=False)
+    muon, _ = param_groups(llama(12), 6, share_qk=True, verbose=False)
     partitions = {name: p for g in muon for (name, _), p in zip(g["params"], g["partitions"])}
     prefix = "model.layers.1.self_attn"
     assert partitions[prefix + ".q_proj.weight"] == partitions[prefix + ".k_proj.weight"] == prefix
     assert partitions["model.layers.0.self_attn.q_proj.weight"] != prefix
     GroupMuon(muon)
     with pytest.raises(ValueError, match="12 query heads and 4 KV heads cannot share"):
-        param_groups(llama(4), share_qk=True, verbose=False)
+        param_groups(llama(4), 6, share_qk=True, verbose=False)
 
 
 def test_head_counts_are_never_guessed():
@@ -250,7 +312,7 @@ def test_head_counts_are_never_guessed():
             del self.n_head
 
     table = io.StringIO()
-    muon, _ = param_groups(NanoGpt(attention=Silent), file=table)
+    muon, _ = param_groups(NanoGpt(attention=Silent), 6, file=table)
     assert layouts_of(muon)["attn.c_attn.weight"] == "rows"
     assert (
         "UNRESOLVED, so plain: neither the module nor its config declares num_heads"
@@ -263,7 +325,7 @@ def test_a_stale_head_count_is_not_trusted():
     model = NanoGpt()
     model.attn.n_head, model.attn.head_dim = 6, 4
     table = io.StringIO()
-    muon, _ = param_groups(model, file=table)
+    muon, _ = param_groups(model, 6, file=table)
     assert layouts_of(muon)["attn.c_attn.weight"] == "rows"
     assert "72 rows declared (module.n_head), but the shape is (144, 48)" in table.getvalue()
 
@@ -275,7 +337,7 @@ def test_unknown_attention_stays_plain_and_is_said():
             self.mix = nn.Linear(n_embd, n_embd)
 
     table = io.StringIO()
-    muon, _ = param_groups(NanoGpt(attention=OddAttention), file=table)
+    muon, _ = param_groups(NanoGpt(attention=OddAttention), 6, file=table)
     assert layouts_of(muon)["attn.mix.weight"] == "rows"
     assert "UNRESOLVED, so plain: OddAttention is not a known kind of attention" in table.getvalue()
 
@@ -289,8 +351,8 @@ def test_tall_projections_are_pointed_out():
                 setattr(self, name, nn.Linear(48, 96))
 
     table = io.StringIO()
-    param_groups(Tall(), file=table)
-    assert "taller than wide: ungrouped, heads share 48 directions" in table.getvalue()
+    param_groups(Tall(), 6, file=table)
+    assert "ungrouped, its heads share 48 directions" in table.getvalue()
 
 
 def test_convolutions_and_multihead_attention():
@@ -311,20 +373,102 @@ def test_convolutions_and_multihead_attention():
 def test_frozen_weights_are_left_out():
     model = NanoGpt()
     model.attn.requires_grad_(False)
-    muon, adamw = param_groups(model, verbose=False)
+    muon, adamw = param_groups(model, 6, verbose=False)
     assert not any("attn" in name for name in names_of(muon) + names_of(adamw))
 
 
 def test_a_group_size_that_does_not_divide_names_the_weight():
-    muon, _ = param_groups(NanoGpt(), group_size=5, verbose=False)
     with pytest.raises(
         ValueError,
         match="parameter 'attn.c_attn.weight', segment 'q': group size 5 does not divide 12 heads",
     ):
-        GroupMuon(muon)
+        param_groups(NanoGpt(), 5)
 
 
 def test_unknown_segments_are_refused():
     with pytest.raises(ValueError, match="unknown segment 'x': use q, k, v or o"):
         param_groups(NanoGpt(), group_size={"x": 2})
     assert group_muon.__version__
+
+
+class Nested(nn.Module):
+    """As torch.compile, DistributedDataParallel and multimodal models nest theirs."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def untied():
+    model = NanoGpt()
+    model.lm_head = nn.Linear(48, 64, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "language_model"])
+def test_a_nested_head_is_still_a_head(name):
+    muon, adamw = param_groups(Nested(**{name: untied()}), 6, verbose=False)
+    assert f"{name}.lm_head.weight" in names_of(adamw)
+    assert f"{name}.attn.c_attn.weight" in names_of(muon)
+
+
+def test_a_compiled_model_draws_the_partitions_of_the_plain_one():
+    def partitions(model):
+        return [
+            p for group in param_groups(model, 6, verbose=False)[0] for p in group["partitions"]
+        ]
+
+    assert partitions(torch.compile(untied())) == partitions(untied())
+
+
+def test_further_weights_can_be_given_to_adamw():
+    _, adamw = param_groups(untied(), 6, adamw=("mlp.1.weight",), verbose=False)
+    assert "mlp.1.weight" in names_of(adamw) and "mlp.0.weight" not in names_of(adamw)
+
+
+def test_tokens_positions_and_biases_of_any_shape_go_to_adamw():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, 48))
+            self.position_embeddings = nn.Parameter(torch.zeros(1, 17, 48))
+            self.experts_bias = nn.Parameter(torch.zeros(4, 48))
+            self.experts = nn.Parameter(torch.zeros(2, 4, 8, 16))
+            self.up = nn.ConvTranspose2d(4, 6, 3)
+
+    muon, adamw = param_groups(Odd(), None, verbose=False)
+    assert names_of(adamw) == ["cls_token", "position_embeddings", "experts_bias", "up.bias"]
+    assert layouts_of(muon)["experts"] == "rows stack"
+    assert layouts_of(muon)["up.weight"] == "columns transposed flatten"
+
+
+def test_share_qk_is_for_q_and_k_alone():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL, num_attention_heads=12, num_key_value_heads=12, head_dim=4
+        )
+    )
+    muon, _ = param_groups(model, {s: 6 for s in "qkvo"}, share_qk=True, verbose=False)
+    partitions = {name: p for g in muon for (name, _), p in zip(g["params"], g["partitions"])}
+    prefix = "model.layers.0.self_attn."
+    assert partitions[prefix + "q_proj.weight"] == partitions[prefix + "k_proj.weight"]
+    assert partitions[prefix + "v_proj.weight"] == prefix + "v_proj.weight"
+    assert partitions[prefix + "o_proj.weight"] == prefix + "o_proj.weight"
+
+
+def test_a_segment_that_no_weight_has_is_said():
+    table = io.StringIO()
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, **HEADS, is_decoder=True))
+    param_groups(model, {"q": 6, "o": 6}, file=table)
+    assert "note: no weight was found that holds the segment 'o'" in table.getvalue()
+
+
+def test_a_model_that_is_itself_called_attention_keeps_its_head():
+    class OddAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.lm_head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    _, adamw = param_groups(OddAttention(), 2, verbose=False)
+    assert "lm_head.weight" in names_of(adamw)

@@ -231,14 +231,38 @@ class TestContract:
         optimizer = two_groups(params)
         set_grads(params, 0)
         optimizer.step()
-        for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        twins = [pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)]
+        set_grads(params, 1)
+        optimizer.step()
+        for twin in twins:
             theirs = [p for group in twin.param_groups for p in group["params"]]
             set_grads(theirs, 1)
             twin.step()
-        set_grads(params, 1)
+            for ours, other in zip(params, theirs):
+                assert ours is not other and torch.equal(ours, other)
+
+    def test_a_state_of_an_older_version_loads(self):
+        params = [parameter(72, 16), parameter(16, 24)]
+        optimizer = two_groups(params)
+        set_grads(params, 0)
         optimizer.step()
-        for ours, other in zip(params, theirs):
-            assert torch.equal(ours, other)
+        state = optimizer.state_dict()
+        for group in state["param_groups"]:
+            del group["partitions"], group["rank_tolerance"]
+        other = two_groups(params)
+        other.load_state_dict(state)
+        other.step()
+        assert other.param_groups[0]["rank_tolerance"] == 0.0
+
+    def test_a_refused_step_changes_nothing(self):
+        a, b = parameter(8, 8), parameter(8, 8)
+        optimizer = GroupMuon([{"params": [a]}, {"params": [b], "momentum": 0.9}])
+        set_grads([a], 0)
+        b.grad = torch.eye(8).to_sparse()
+        before = a.detach().clone()
+        with pytest.raises(TypeError, match="parameter '1' has a sparse gradient"):
+            optimizer.step()
+        assert torch.equal(a, before) and a not in optimizer.state
 
     def test_lr_schedulers(self):
         optimizer = GroupMuon([parameter(4, 4)], lr=1.0)
@@ -323,6 +347,56 @@ class TestContract:
         listed.step()
         assert torch.equal(a, b)
 
+    def test_a_tail_is_added_to_custom_coefficients_too(self):
+        x = torch.randn(6, 10)
+        y = group_muon.orthogonalize(
+            x, coefficients=[(3.4445, -4.7750, 2.0315)] * 5, tail_steps=10, precision="float32"
+        )
+        assert torch.allclose(torch.linalg.svdvals(y), torch.ones(6), atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"method": "gram", "restarts": [2]},
+            {"method": "gram", "restarts": [1, 3]},
+            {"method": "exact", "rank_tolerance": 0.5},
+            {"tail_steps": 3},
+            {"steps": 3},
+            {"base_scale": "moonlight"},
+            {"transfer": "mup"},
+            {"transfer": "mup", "reference": "matrix"},
+            {"transfer": "naive", "reference": "matrix"},
+            {"relative_eps": False, "eps": 1.0},
+        ],
+    )
+    def test_every_option_reaches_the_step(self, options):
+        def stepped(**options):
+            w = parameter(72, 16)
+            w.grad = grad_like(w, 0)
+            layout = group_muon.packed_qkv(12, 2, q=3, k=6)
+            optimizer = GroupMuon([w], lr=0.1, layout=layout, precision="float32", **options)
+            optimizer.step()
+            return w.detach() - parameter(72, 16)
+
+        plain = {key: value for key, value in options.items() if key == "method"}
+        different = not torch.equal(stepped(**options), stepped(**plain))
+        assert different
+        if "transfer" in options or "base_scale" in options:
+            # The direction is the same, the factor that of the formula, for Q in blocks of 6 × 16.
+            out, reference = 6, 72 if options.get("reference") == "matrix" else 24
+            alpha = {
+                "naive": lambda m: 1.0,
+                "mup": lambda m: (m / 16) ** 0.5,
+                "moonlight": lambda m: 0.2 * max(m, 16) ** 0.5,
+                "sqrt_max": lambda m: max(m, 16) ** 0.5,
+            }
+            base = alpha[options.get("base_scale", "sqrt_max")]
+            transfer = alpha[options.get("transfer", options.get("base_scale", "sqrt_max"))]
+            expected = (
+                base(reference) * transfer(out) / transfer(reference) / alpha["sqrt_max"](out)
+            )
+            assert torch.allclose(stepped(**options)[:24], expected * stepped()[:24], atol=1e-6)
+
     def test_grouping_changes_in_mid_training_keep_the_momentum(self):
         w = parameter(24, 16)
         optimizer = GroupMuon([w], layout=group_muon.separate(12, 2, "1"))
@@ -406,6 +480,8 @@ class TestRefusals:
             (dict(reference="big"), "unknown reference 'big': use segment or matrix"),
             (dict(method="svd"), "unknown method 'svd': use newton_schulz, gram or exact"),
             (dict(coefficients="cubic"), "unknown coefficients 'cubic'"),
+            (dict(coefficients=[]), "a name or at least one"),
+            (dict(restarts=[2]), "restarts are for the method gram only"),
             (dict(coefficients=[(1.0, 2.0)]), "triples a, b, c, not 2 numbers"),
             (dict(precision="float16"), "unknown precision 'float16'"),
             (dict(steps=0), "at least one step"),
@@ -439,12 +515,33 @@ class TestRefusals:
             (torch.ones(4, 4, dtype=torch.int64), TypeError, "parameter 'w' is Long"),
             (torch.zeros(4, 4, dtype=torch.complex64), TypeError, "parameter 'w' is ComplexFloat"),
             (torch.eye(4).to_sparse(), TypeError, "parameter 'w' is Sparse"),
+            (
+                torch.zeros(4, 4, dtype=torch.float16),
+                TypeError,
+                "in which momentum as a sum overflows",
+            ),
             (torch.zeros(4), ValueError, r"parameter 'w' of shape \[4\] has 1 dimension"),
         ],
     )
     def test_weights(self, weight, error, message):
         with pytest.raises(error, match=message):
             GroupMuon([("w", weight)])
+
+    def test_a_layout_that_is_no_text(self):
+        with pytest.raises(TypeError, match="layout should be a text such as packed_qkv"):
+            GroupMuon([parameter(4, 4)], layout=None)
+
+    def test_a_negative_step(self):
+        with pytest.raises(ValueError, match="a step should be 0 or more, not -1"):
+            group_muon.head_order(12, "3:random", step=-1)
+
+    def test_float16_with_averaged_momentum_is_fine(self):
+        w = parameter(8, 8, dtype=torch.float16)
+        optimizer = GroupMuon([w], lr=0.01, average=True)
+        for _ in range(50):
+            w.grad = torch.full_like(w, 4000)
+            optimizer.step()
+        assert w.isfinite().all()
 
     def test_sparse_gradient(self):
         w = parameter(4, 4)

@@ -118,6 +118,13 @@ Tensor slot_blocks(const Slot& slot, const Tensor& bucket) {
   return (slot.transpose ? blocks.mT() : blocks).unflatten(0, {-1, slot.groups});
 }
 
+// What is orthogonalized: the momentum, or its Nesterov look-ahead.
+Tensor direction(const Tensor& momentum, const Tensor& grad, const StepOptions& options) {
+  if (!options.nesterov) return momentum;
+  return options.average ? at::lerp(grad.to(momentum.scalar_type()), momentum, options.momentum)
+                         : at::add(grad, momentum, options.momentum);
+}
+
 // [matrices, segment rows, cols] ↔ [matrices, groups, block rows, cols], or the same on columns.
 Tensor split_groups(const Tensor& matrices, const Slot& slot) {
   if (slot.axis == 0) return matrices.unflatten(1, {slot.groups, -1});
@@ -225,12 +232,8 @@ Tensor gather(
       return split_groups(
           select_rows(slot_matrices(as_matrices(tensor, weight), slot), slot), slot);
     };
-    Tensor target = slot_blocks(slot, blocks);
-    target.copy_(slot_of(weight.momentum));
-    if (!options.nesterov) continue;
-    // Sum: G + μM. Average: (1-μ)G + μM.
-    target.mul_(options.momentum);
-    target.add_(slot_of(weight.grad), options.average ? 1 - options.momentum : 1);
+    slot_blocks(slot, blocks)
+        .copy_(direction(slot_of(weight.momentum), slot_of(weight.grad), options));
   }
   return blocks;
 }

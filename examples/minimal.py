@@ -29,7 +29,7 @@ model = TinyGpt()
 muon, adamw = param_groups(model, group_size=6, rule="random")
 optimizers = [
     GroupMuon(muon, lr=2e-3),
-    torch.optim.AdamW(adamw, lr=3.6e-3, betas=(0.9, 0.95), fused=True),
+    torch.optim.AdamW(adamw, lr=3.6e-3, betas=(0.9, 0.95), weight_decay=0, fused=True),
 ]
 
 for step in range(201):

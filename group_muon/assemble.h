@@ -21,7 +21,7 @@ struct AssembleOptions {
   std::vector<std::pair<std::string, Layout>> layouts = {};
   /// Matrices for AdamW by the end of their names, besides the weights of embedding modules.
   std::vector<std::string> adamw_names = {
-      "lm_head.weight", "head.weight", "wte.weight", "wpe.weight"};
+      "lm_head.weight", "head.weight", "unembed.weight", "wte.weight", "wpe.weight"};
 };
 
 /// Both optimizers of a model, driven as one. AdamW steps first, as in the paper's recipe.

@@ -146,7 +146,9 @@ GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std
   return schedule;
 }
 
-GroupingSchedule parse_schedule(std::string_view text) {
+GroupingSchedule parse_schedule(std::string_view given) {
+  std::string text(given);
+  text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
   GroupingSchedule schedule;
   for (const auto part : split(text, ',')) schedule.push_back(parse_grouping(part, text));
   return schedule;

@@ -102,7 +102,8 @@ struct WithOptions<GroupMuonOptions(Options...)> {
     for (size_t i = 0; i < weights.size(); ++i) {
       check_value(weights[i], names.at(i), fields.average());
       checked_layout(weights[i], layout, names.at(i));
-      if (grads.at(i)) check_grad(weights[i], *grads[i], names[i]);
+      const auto& grad = grads.at(i);
+      if (grad.has_value()) check_grad(weights[i], *grad, names[i]);
     }
   }
 };

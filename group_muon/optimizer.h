@@ -107,7 +107,7 @@ class GroupMuon : public torch::optim::Optimizer {
 
   /// Another grouping from the next step on, for the segments of that name ("" for all) in every
   /// parameter group that has one. Momentum is kept.
-  void set_grouping(const GroupingSchedule& grouping, std::string_view segment = {});
+  void set_grouping(const GroupingSchedule& grouping, std::string_view segment);
 
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;

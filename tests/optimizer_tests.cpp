@@ -284,14 +284,15 @@ TEST_F(OptimizerTest, GroupingCanChangeInMidTrainingWithoutLosingMomentum) {
         .clone();
   };
   const Tensor before = momentum();
-  optimizer.set_grouping(parse_schedule("6:random"));
+  optimizer.set_grouping(parse_schedule("6:random"), "heads");
   EXPECT_EQ(to_string(group_options(optimizer, 0).layout()), "rows heads=12x2@0+2/6:random");
   EXPECT_TRUE(torch::equal(momentum(), before));
   set_grads({w}, 1);
   optimizer.step();
   EXPECT_TRUE(torch::allclose(momentum(), before * 0.95 + w.grad()));
   EXPECT_ERROR_SAYS(
-      optimizer.set_grouping(parse_schedule("5")), "group size 5 does not divide 12 heads");
+      optimizer.set_grouping(parse_schedule("5"), "heads"),
+      "group size 5 does not divide 12 heads");
   EXPECT_ERROR_SAYS(
       optimizer.set_grouping(parse_schedule("2"), "q"), "no parameter group has a segment 'q'");
   EXPECT_EQ(to_string(group_options(optimizer, 0).layout()), "rows heads=12x2@0+2/6:random");

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import torch
 
+_BUILT_FOR = "2.13.0"
+if torch.__version__.split("+")[0] != _BUILT_FOR:
+    raise ImportError(f"group_muon is built for torch {_BUILT_FOR}, but finds {torch.__version__}")
+
 torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
 
 from group_muon.layouts import (

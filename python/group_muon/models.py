@@ -2,14 +2,15 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 import torch
 from torch import Tensor, nn
 
-from group_muon import layouts
+from group_muon import layouts as lay
 
 # Names under which attention layers declare their sizes, on the module or on its config.
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "n_local_heads", "heads")
@@ -28,7 +29,7 @@ _FUSED = ("query_key_value", "qkv_proj")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 # Output heads: by these names anywhere in a model, and by those directly below its root.
 _HEAD_ANYWHERE = ("lm_head", "embed_out", "classifier", "score")
-_HEAD_AT_TOP = ("head", "heads", "output", "decoder", "fc")
+_HEAD_AT_TOP = ("head", "output", "out", "unembed", "decoder", "fc")
 
 
 @dataclass
@@ -57,12 +58,13 @@ class _Unresolved(Exception):
 
 def param_groups(
     model: nn.Module,
-    group_size: int | dict[str, int | str] | None,
+    group_size: int | str | dict[str, int | str] | None,
     rule: str = "random",
     *,
     segments: tuple[str, ...] = ("q", "k"),
     share_qk: bool = False,
-    adamw: tuple[str, ...] = (),
+    layouts: dict[str, str] | None = None,
+    adamw: Sequence[str] = (),
     verbose: bool = True,
     file: TextIO | None = None,
 ) -> tuple[list[dict], list[dict]]:
@@ -75,20 +77,26 @@ def param_groups(
     and biases go to AdamW.
 
     Args:
-        group_size: heads in a group, for the `segments`; where a layer has fewer heads (as for keys
-            in grouped-query attention), all of them. Or a dict with a size or a grouping text for each
+        group_size: heads in a group, for the `segments`; where a layer has fewer KV heads, all of
+            those. Or a grouping text such as "1@0,6@2000". Or a dict with a size or a grouping text for each
             of "q", "k", "v" and "o" (the output projection, by columns), such as
             {"q": 6, "k": "2:interval", "v": "1@0,4@2000"}. None: no groups.
-        rule: "adjacent", "interval" or "random".
+        rule: "adjacent", "interval" or "random", where a grouping text names none.
         segments: what a `group_size` that is a number is for; the rest is orthogonalized whole.
         share_qk: Q and K of a layer draw the same random partition.
-        adamw: further weights for AdamW, by the ends of their names, such as ("fusion.weight",).
+        layouts: layouts of your own for weights it does not know, by the ends of their names, such
+            as {"attn.qkv.weight": group_muon.packed_qkv(12, 64, q="6:random")}.
+        adamw: further weights for AdamW, by the ends of their names, such as ["fusion.weight"].
         verbose: print the table, to `file` or standard output.
 
     Example:
         muon, adamw = group_muon.param_groups(model, group_size=6, rule="random")
-        optimizers = [GroupMuon(muon, lr=3.6e-4), torch.optim.AdamW(adamw, lr=3.6e-3, fused=True)]
+        optimizers = [GroupMuon(muon, lr=3.6e-4), torch.optim.AdamW(adamw, lr=3.6e-3)]
     """
+    if isinstance(adamw, str):
+        raise TypeError(f"group_muon: adamw should be a list of names, such as ['{adamw}']")
+    named = dict.fromkeys(adamw, "") | (layouts or {})
+    unused = set(named)
     wanted = _Wanted(group_size, rule, segments, share_qk)
     choices = _choose(model, wanted)
     muon_groups: dict[str, dict] = {}
@@ -98,8 +106,9 @@ def param_groups(
         if not parameter.requires_grad:
             continue
         choice = choices.get(id(parameter)) or _default_choice(name, parameter)
-        if any(_bare(name) == end or name.endswith("." + end) for end in adamw):
-            choice = _Choice("AdamW", "", "as you said")
+        for end in filter(partial(_ends_with, name), named):
+            unused.discard(end)
+            choice = _Choice("GroupMuon" if named[end] else "AdamW", named[end], "as you said")
         rows.append((name, tuple(parameter.shape), choice))
         if choice.optimizer == "AdamW":
             adamw_params.append((name, parameter))
@@ -109,6 +118,8 @@ def param_groups(
             group = muon_groups.setdefault(choice.layout, empty)
             group["params"].append((name, parameter))
             group["partitions"].append(choice.partition or _bare(name))
+    if unused:
+        raise ValueError(f"group_muon: no weight's name ends with '{unused.pop()}'")
     if verbose:
         print(_table(rows) + wanted.missing(rows), file=file or sys.stdout)
     return list(muon_groups.values()), [{"params": adamw_params}] if adamw_params else []
@@ -128,9 +139,16 @@ class _Wanted:
 
     def grouping(self, segment: str, heads: int) -> str:
         size = self.sizes.get(segment)
-        if size is None or isinstance(size, str):
-            return size or "all"
-        return layouts.grouping(size if self.per_segment else min(size, heads), self.rule)
+        if size is None:
+            return "all"
+        # Fewer KV heads than asked for: all of them. Not for queries, where it would be a mistake.
+        if isinstance(size, int) and not self.per_segment and segment in "kv":
+            size = min(size, heads)
+        return ",".join(self._with_rule(part) for part in str(size).split(","))
+
+    def _with_rule(self, part: str) -> str:
+        size, at, step = part.strip().partition("@")
+        return part if ":" in size or size == "all" else f"{size}:{self.rule}{at}{step}"
 
     def missing(self, rows: list) -> str:
         """Says which of the segments asked for no weight has."""
@@ -170,19 +188,24 @@ def _bare(name: str) -> str:
     return re.sub(r"(^|(?<=\.))(module|_orig_mod)(\.|$)", "", name)
 
 
+def _ends_with(name: str, end: str) -> bool:
+    return name == end or name.endswith("." + end)
+
+
 def _is_head(name: str) -> bool:
     parts = name.split(".")
-    return parts[-1] in _HEAD_ANYWHERE or parts[0] in _HEAD_AT_TOP
+    at_top = len(parts) == 1 and parts[0] in _HEAD_AT_TOP
+    return at_top or parts[0] == "heads" or parts[-1] in _HEAD_ANYWHERE
 
 
 def _module_layout(module: nn.Module) -> str | None:
     """The layout of a weight that is not simply out × in."""
     if type(module).__name__ == "Conv1D" and _has_weight(module):  # Hugging Face's
-        return layouts.transposed(layouts.plain())
+        return lay.transposed(lay.plain())
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return layouts.transposed(layouts.convolution())
+        return lay.transposed(lay.convolution())
     if isinstance(module, nn.modules.conv._ConvNd):
-        return layouts.convolution()
+        return lay.convolution()
     return None
 
 
@@ -195,8 +218,8 @@ def _default_choice(name: str, parameter: Tensor) -> _Choice:
     if "token" in last or ("pos" in last and "emb" in last):
         return _Choice("AdamW", "", "embedding, by its name")
     if parameter.dim() > 2:
-        return _Choice("GroupMuon", layouts.stacked(layouts.plain()), "stack of matrices")
-    return _Choice("GroupMuon", layouts.plain(), "matrix")
+        return _Choice("GroupMuon", lay.stacked(lay.plain()), "stack of matrices")
+    return _Choice("GroupMuon", lay.plain(), "matrix")
 
 
 def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) -> dict[int, _Choice]:
@@ -212,7 +235,9 @@ def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) ->
                     choices[id(weight)].partition = name or type(module).__name__
             if choices:
                 return choices
-        if type(module).__name__.lower().endswith("attention"):
+        named = type(module).__name__.lower().endswith("attention")
+        declares = any(isinstance(getattr(module, name, None), int) for name in _HEADS)
+        if named or declares:
             raise _Unresolved(f"{type(module).__name__} is not a known kind of attention")
     except _Unresolved as reason:
         why = f"UNRESOLVED, so plain: {reason}"
@@ -223,7 +248,7 @@ def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) ->
                 and weight.dim() == 2
                 and not isinstance(child, nn.Embedding)
             ):
-                layout = _module_layout(child) or layouts.plain()
+                layout = _module_layout(child) or lay.plain()
                 choices[id(weight)] = _Choice("GroupMuon", layout, why)
     return choices
 
@@ -246,7 +271,7 @@ def _multihead_attention(module: nn.Module, config: object, wanted: _Wanted):
         return None
     sizes = _Sizes(module.num_heads, module.num_heads, module.head_dim, "module.num_heads")
     if module.in_proj_weight is not None:
-        found = [_qkv(module.in_proj_weight, layouts.packed_qkv, sizes, wanted)]
+        found = [_qkv(module.in_proj_weight, lay.packed_qkv, sizes, wanted)]
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         found = [_one(weight, segment, sizes, wanted) for segment, weight in zip("qkv", weights)]
@@ -264,7 +289,7 @@ def _mla(module: nn.Module, config: object, wanted: _Wanted):
     )
     why = f"MLA, {heads} heads ({source})"
     _expect(module.kv_b_proj.weight, heads * (nope + value), source)
-    key_value = layouts.mla_key_value(
+    key_value = lay.mla_key_value(
         heads, nope, value, wanted.grouping("k", heads), wanted.grouping("v", heads)
     )
     found = [(module.kv_b_proj.weight, key_value, f"{why}, k {nope} + v {value} rows")]
@@ -278,7 +303,7 @@ def _mla(module: nn.Module, config: object, wanted: _Wanted):
     )
     if query is not None:
         _expect(query.weight, heads * (nope + rope), source)
-        layout = layouts.mla_query(heads, nope, rope, wanted.grouping("q", heads))
+        layout = lay.mla_query(heads, nope, rope, wanted.grouping("q", heads))
         found.append((query.weight, layout, f"{why}, nope {nope} + rope {rope} rows"))
     return found + _output(module, _Sizes(heads, heads, value, source), wanted)
 
@@ -308,10 +333,10 @@ def _c_attn(module: nn.Module, config: object, wanted: _Wanted):
         raise _Unresolved("cross-attention packs K and V without Q")
     flipped = type(child).__name__ == "Conv1D"
     sizes = _sizes(module, config)
-    order = layouts.packed_qkv
+    order = lay.packed_qkv
     if _family(module, config) == "gpt_bigcode":
         sizes.kv_heads = 1 if config.multi_query else sizes.heads
-        order = layouts.packed_qkv if config.multi_query else layouts.interleaved_qkv
+        order = lay.packed_qkv if config.multi_query else lay.interleaved_qkv
     return [_qkv(child.weight, order, sizes, wanted, flipped)] + _output(
         module, sizes, wanted, flipped
     )
@@ -325,16 +350,14 @@ def _fused(module: nn.Module, config: object, wanted: _Wanted):
     sizes = _sizes(module, config)
     family = _family(module, config)
     if family in ("gpt_neox", "bloom"):
-        order = layouts.interleaved_qkv
+        order = lay.interleaved_qkv
     elif family == "falcon":
         grouped = config.new_decoder_architecture
         if not grouped:
             sizes.kv_heads = 1 if config.multi_query else sizes.heads
-        order = (
-            layouts.packed_qkv if config.multi_query and not grouped else layouts.interleaved_qkv
-        )
+        order = lay.packed_qkv if config.multi_query and not grouped else lay.interleaved_qkv
     elif family == "phi3":
-        order = layouts.packed_qkv
+        order = lay.packed_qkv
     else:
         raise _Unresolved(f"the order of rows in a fused weight of '{family}' is not known")
     return [_qkv(child.weight, order, sizes, wanted)] + _output(module, sizes, wanted)
@@ -353,12 +376,10 @@ def _qkv(weight: Tensor, order: Callable, sizes: _Sizes, wanted: _Wanted, flippe
         v=wanted.grouping("v", kv_heads),
         share_qk=wanted.share_qk,
     )
-    kind = "packed" if order is layouts.packed_qkv else "interleaved"
+    kind = "packed" if order is lay.packed_qkv else "interleaved"
     why = f"{kind} QKV, {_heads_text(heads, kv_heads)} × {head_dim} ({sizes.source})"
     return (
-        (weight, layouts.transposed(layout), why + ", in × out")
-        if flipped
-        else (weight, layout, why)
+        (weight, lay.transposed(layout), why + ", in × out") if flipped else (weight, layout, why)
     )
 
 
@@ -366,7 +387,7 @@ def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted):
     """A weight that holds Q, K or V."""
     heads = sizes.heads if segment == "q" else sizes.kv_heads
     _expect(weight, heads * sizes.head_dim, sizes.source)
-    layout = layouts.separate(heads, sizes.head_dim, wanted.grouping(segment, heads), segment)
+    layout = lay.separate(heads, sizes.head_dim, wanted.grouping(segment, heads), segment)
     why = f"{segment.upper()}, {heads} heads × {sizes.head_dim} ({sizes.source})"
     return weight, layout, why
 
@@ -377,11 +398,9 @@ def _output(module: nn.Module, sizes: _Sizes, wanted: _Wanted, flipped: bool = F
     if child is None:
         return []
     _expect(child.weight, sizes.heads * sizes.head_dim, sizes.source, axis=0 if flipped else 1)
-    layout = layouts.output_projection(
-        sizes.heads, sizes.head_dim, wanted.grouping("o", sizes.heads)
-    )
+    layout = lay.output_projection(sizes.heads, sizes.head_dim, wanted.grouping("o", sizes.heads))
     why = f"output projection, {sizes.heads} heads × {sizes.head_dim} ({sizes.source})"
-    return [(child.weight, layouts.transposed(layout) if flipped else layout, why)]
+    return [(child.weight, lay.transposed(layout) if flipped else layout, why)]
 
 
 def _family(module: nn.Module, config: object) -> str:

@@ -1,6 +1,7 @@
 """GroupMuon as a torch.optim.Optimizer: a thin shell over the operator group_muon::step_."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -33,11 +34,14 @@ def _operator_options(options: dict) -> dict:
     """Options as the operators take them: coefficients by name or, flat, by value."""
     result = dict(options)
     coefficients = options["coefficients"]
-    if len(coefficients) == 0:
+    listed = not isinstance(coefficients, str)
+    if listed and not (coefficients and all(isinstance(t, Sequence) for t in coefficients)):
         raise ValueError("group_muon: coefficients should be a name or at least one (a, b, c)")
+    result["precision"] = str(options["precision"]).removeprefix("torch.")
+    result["steps"], result["tail_steps"] = int(options["steps"]), int(options["tail_steps"])
     result["restarts"] = list(options["restarts"])
     result["custom_coefficients"] = []
-    if not isinstance(coefficients, str):
+    if listed:
         result["coefficients"] = "quintic"
         result["custom_coefficients"] = [
             float(value) for triple in coefficients for value in triple
@@ -154,6 +158,22 @@ class GroupMuon(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        if not all("layout" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "group_muon: this is not a state of GroupMuon; load_muon takes that of torch.optim.Muon"
+            )
+        before = [group["layout"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        after = [group["layout"] for group in self.param_groups]
+        for old, new in zip(before, after):
+            if old != new:
+                warnings.warn(
+                    f"group_muon: the loaded state replaces the layout '{old}' by '{new}'; to keep "
+                    "another grouping, call set_grouping after loading",
+                    stacklevel=2,
+                )
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         try:
@@ -162,17 +182,22 @@ class GroupMuon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def set_grouping(self, grouping: str, segment: str = "") -> None:
-        """Another grouping from the next step on, for the segments of that name ("" for all) in
-        every parameter group that has one. Momentum is kept."""
+    def set_grouping(self, grouping: str | int, segment: str) -> None:
+        """Another grouping from the next step on, for the segments of that name ("q", "k", …; "" for
+        all) in every parameter group that has one. Momentum is kept."""
         changes = []  # all layouts are checked before the first is changed
         for group, names in self._named_groups():
             if _ops.has_segment(group["layout"], segment):
-                layout = _ops.with_grouping(group["layout"], grouping, segment)
+                layout = _ops.with_grouping(group["layout"], str(grouping), segment)
                 self._check(group | {"layout": layout}, names)
                 changes.append((group, layout))
         if not changes:
-            raise ValueError(f"group_muon: no parameter group has a segment '{segment}' to group")
+            words = (word for group in self.param_groups for word in group["layout"].split())
+            known = sorted({word.split("=")[0] for word in words if "=" in word})
+            raise ValueError(
+                f"group_muon: no parameter group has a segment '{segment}' to group; there is "
+                + (", ".join(known) or "none")
+            )
         for group, layout in changes:
             group["layout"] = layout
 
@@ -233,6 +258,11 @@ class GroupMuon(torch.optim.Optimizer):
 
     def _muon_buffers(self, muon: "torch.optim.Muon | dict") -> dict:
         """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other one."""
+        groups = (
+            muon.param_groups if isinstance(muon, torch.optim.Optimizer) else muon["param_groups"]
+        )
+        if not all("momentum" in group for group in groups):
+            raise ValueError("group_muon: load_muon takes torch.optim.Muon or its state_dict")
         if isinstance(muon, torch.optim.Optimizer):
             return {
                 id(p): (

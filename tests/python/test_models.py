@@ -95,7 +95,7 @@ def test_groupings_of_ones_own_for_each_segment():
     prefix = "model.layers.0.self_attn."
     assert layouts[prefix + "q_proj.weight"].endswith("/3:random")
     assert layouts[prefix + "k_proj.weight"].endswith("/2:interval")
-    assert layouts[prefix + "v_proj.weight"].endswith("/1,4@2000")
+    assert layouts[prefix + "v_proj.weight"].endswith("/1:random,4:random@2000")
     assert layouts[prefix + "o_proj.weight"] == "columns o=12x4@0+4/2:random"
 
 
@@ -472,3 +472,60 @@ def test_a_model_that_is_itself_called_attention_keeps_its_head():
 
     _, adamw = param_groups(OddAttention(), 2, verbose=False)
     assert "lm_head.weight" in names_of(adamw)
+
+
+def test_a_decoder_stack_is_not_a_head():
+    class EncoderDecoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 6, 48), 1)
+            self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 6, 48), 1)
+            self.out = nn.Linear(24, 64)
+
+    muon, adamw = param_groups(EncoderDecoder(), 3, verbose=False)
+    assert "decoder.layers.0.linear1.weight" in names_of(muon)
+    assert "decoder.layers.0.self_attn.in_proj_weight" in names_of(muon)
+    assert "out.weight" in names_of(adamw) and "decoder.layers.0.linear1.weight" not in names_of(
+        adamw
+    )
+
+
+class Fused(nn.Module):
+    """An attention that declares its heads but not the order of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads, self.qkv = 12, nn.Linear(48, 144)
+
+
+def test_a_module_that_declares_heads_is_not_passed_over():
+    table = io.StringIO()
+    param_groups(Nested(mix=Fused()), 6, file=table)
+    assert "UNRESOLVED, so plain: Fused is not a known kind of attention" in table.getvalue()
+
+
+def test_layouts_of_ones_own():
+    layout = group_muon.packed_qkv(12, 4, q="6:random")
+    muon, _ = param_groups(Nested(mix=Fused()), 6, layouts={"qkv.weight": layout}, verbose=False)
+    assert layouts_of(muon)["mix.qkv.weight"] == layout
+    with pytest.raises(ValueError, match="no weight's name ends with 'kqv.weight'"):
+        param_groups(Nested(mix=Fused()), 6, layouts={"kqv.weight": layout})
+    with pytest.raises(ValueError, match="no weight's name ends with 'x.weight'"):
+        param_groups(NanoGpt(), 6, adamw=["x.weight"])
+    with pytest.raises(TypeError, match="adamw should be a list of names"):
+        param_groups(NanoGpt(), 6, adamw="x.weight")
+
+
+def test_the_rule_is_for_texts_without_one():
+    def query(group_size):
+        muon, _ = param_groups(NanoGpt(), group_size, "random", verbose=False)
+        return re.search(r"q=\S*/(\S+)", layouts_of(muon)["attn.c_attn.weight"])[1]
+
+    assert query(6) == query("6") == query({"q": "6"}) == "6:random"
+    assert query("1@0, 6@2000") == "1:random,6:random@2000"
+    assert query({"q": "2:interval"}) == "2:interval"
+
+
+def test_a_group_larger_than_the_queries_is_refused():
+    with pytest.raises(ValueError, match="group size 24 does not divide 12 heads"):
+        param_groups(NanoGpt(), 24)

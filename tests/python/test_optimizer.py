@@ -254,6 +254,23 @@ class TestContract:
         other.step()
         assert other.param_groups[0]["rank_tolerance"] == 0.0
 
+    def test_a_loaded_layout_that_differs_is_said(self):
+        w = parameter(24, 16)
+        saved = GroupMuon([w], layout=group_muon.separate(12, 2, "6:random")).state_dict()
+        other = GroupMuon([w], layout=group_muon.separate(12, 2, "3"))
+        with pytest.warns(UserWarning, match="replaces the layout .*/3' by .*/6:random'"):
+            other.load_state_dict(saved)
+
+    def test_states_of_other_optimizers_are_refused(self):
+        w = parameter(24, 16)
+        with pytest.raises(ValueError, match="load_muon takes that of torch.optim.Muon"):
+            GroupMuon([w]).load_state_dict(torch.optim.Muon([w]).state_dict())
+        with pytest.raises(ValueError, match="load_muon takes torch.optim.Muon"):
+            GroupMuon([w]).load_muon(torch.optim.AdamW([w]))
+
+    def test_torch_dtypes_and_whole_floats_are_understood(self):
+        GroupMuon([parameter(4, 4)], precision=torch.float32, steps=5.0)
+
     def test_a_refused_step_changes_nothing(self):
         a, b = parameter(8, 8), parameter(8, 8)
         optimizer = GroupMuon([{"params": [a]}, {"params": [b], "momentum": 0.9}])
@@ -403,16 +420,18 @@ class TestContract:
         set_grads([w], 0)
         optimizer.step()
         before = optimizer.state[w]["momentum_buffer"].clone()
-        optimizer.set_grouping("6:random")
+        optimizer.set_grouping("6:random", "heads")
         assert optimizer.param_groups[0]["layout"] == "rows heads=12x2@0+2/6:random"
         assert torch.equal(optimizer.state[w]["momentum_buffer"], before)
         set_grads([w], 1)
         optimizer.step()
         assert torch.allclose(optimizer.state[w]["momentum_buffer"], before * 0.95 + w.grad)
         with pytest.raises(ValueError, match="group size 5 does not divide 12 heads"):
-            optimizer.set_grouping("5")
+            optimizer.set_grouping(5, "heads")
         assert optimizer.param_groups[0]["layout"] == "rows heads=12x2@0+2/6:random"
-        with pytest.raises(ValueError, match="no parameter group has a segment 'q'"):
+        with pytest.raises(
+            ValueError, match="no parameter group has a segment 'q' to group; there is heads"
+        ):
             optimizer.set_grouping("2", "q")
 
     def test_a_schedule_equals_changing_by_hand(self):
@@ -421,7 +440,7 @@ class TestContract:
         by_hand = GroupMuon([("w", b)], lr=0.1, layout=group_muon.separate(12, 2, "1"))
         for step in range(4):
             if step == 2:
-                by_hand.set_grouping("6:random")
+                by_hand.set_grouping("6:random", "heads")
             set_grads([a], step)
             b.grad = a.grad.clone()
             scheduled.step()
@@ -481,6 +500,7 @@ class TestRefusals:
             (dict(method="svd"), "unknown method 'svd': use newton_schulz, gram or exact"),
             (dict(coefficients="cubic"), "unknown coefficients 'cubic'"),
             (dict(coefficients=[]), "a name or at least one"),
+            (dict(coefficients=(3.4, -4.7, 2.0)), "a name or at least one"),
             (dict(restarts=[2]), "restarts are for the method gram only"),
             (dict(coefficients=[(1.0, 2.0)]), "triples a, b, c, not 2 numbers"),
             (dict(precision="float16"), "unknown precision 'float16'"),

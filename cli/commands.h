@@ -1,0 +1,12 @@
+#pragma once
+// The commands of group-muon; each adds itself, with its flags and help, to the program.
+
+namespace CLI {
+class App;
+}
+
+namespace cli {
+
+void add_tokenize(CLI::App& app);
+
+}  // namespace cli

@@ -1,0 +1,245 @@
+#include "gpt/corpus.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <stdexcept>
+#include <thread>
+
+#include "gpt/shards.h"
+
+namespace gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kEndOfText = "<|endoftext|>";
+constexpr size_t kBatchBytes = size_t{32} << 20;  // text that is encoded at a time
+constexpr size_t kChunkBytes = size_t{1} << 19;   // text that one thread takes at a time
+
+std::vector<std::string> files_of(const std::vector<std::string>& inputs) {
+  std::vector<std::string> files;
+  for (const auto& input : inputs) {
+    if (input == "-" || fs::is_regular_file(input)) {
+      files.push_back(input);
+    } else if (fs::is_directory(input)) {
+      const size_t first = files.size();
+      for (const auto& entry : fs::recursive_directory_iterator(input)) {
+        if (entry.is_regular_file() && entry.path().extension() == ".txt") {
+          files.push_back(entry.path().string());
+        }
+      }
+      if (files.size() == first) throw std::runtime_error("'" + input + "' holds no .txt file");
+      std::sort(files.begin() + static_cast<std::ptrdiff_t>(first), files.end());
+    } else {
+      throw std::runtime_error("'" + input + "' is neither a file nor a folder");
+    }
+  }
+  return files;
+}
+
+std::string read_file(const std::string& path) {
+  const auto all = [](std::istream& stream) {
+    return std::string(std::istreambuf_iterator<char>(stream), {});
+  };
+  if (path == "-") return all(std::cin);
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error("'" + path + "' cannot be read");
+  return all(file);
+}
+
+// The next place from `at` on where a document may be cut without changing its pieces: before a blank
+// between two letters, which always starts a piece.
+size_t safe_cut(std::string_view text, size_t at) {
+  for (; at + 1 < text.size(); ++at) {
+    if (text[at] == ' ' && std::isalpha(static_cast<unsigned char>(text[at - 1])) != 0 &&
+        std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) {
+      return at;
+    }
+  }
+  return text.size();
+}
+
+// Runs work(i) for i in [0, count) on some threads; the first exception is thrown on.
+void in_parallel(size_t count, int threads, const std::function<void(size_t, int)>& work) {
+  std::atomic<size_t> next = 0;
+  std::exception_ptr error;
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+  const auto run = [&](int thread) {
+    try {
+      for (size_t i; (i = next++) < count;) work(i, thread);
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+      next = count;
+    }
+  };
+  std::vector<std::thread> pool;
+  for (int thread = 1; thread < threads; ++thread) pool.emplace_back(run, thread);
+  run(0);
+  for (auto& thread : pool) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+// Documents gathered up to a batch, cut into chunks that threads share.
+struct Batch {
+  std::string text;
+  struct Chunk {
+    size_t begin, end;
+    bool starts_document, validation;
+  };
+  std::vector<Chunk> chunks;
+
+  void add(std::string_view document, bool validation) {
+    const size_t offset = text.size();
+    text += document;
+    for (size_t begin = 0; begin < document.size();) {
+      const size_t end = begin + kChunkBytes < document.size()
+                             ? safe_cut(document, begin + kChunkBytes)
+                             : document.size();
+      chunks.push_back({offset + begin, offset + end, begin == 0, validation});
+      begin = end;
+    }
+  }
+  std::string_view view(const Chunk& chunk) const {
+    return std::string_view(text).substr(chunk.begin, chunk.end - chunk.begin);
+  }
+};
+
+// Sends all documents through take(batch), each with its split.
+void for_each_batch(const CorpusOptions& options, const std::function<void(const Batch&)>& take) {
+  Batch batch;
+  const auto flush = [&] {
+    if (!batch.chunks.empty()) take(batch);
+    batch = {};
+  };
+  const auto pass = [&](const std::vector<std::string>& inputs, double fraction, bool all) {
+    int64_t index = 0;
+    for_each_document(inputs, [&](std::string_view document) {
+      // Every 1/fraction-th document, the middle one first.
+      const double before = std::floor(static_cast<double>(index) * fraction + 0.5);
+      const bool chosen = all || std::floor(static_cast<double>(++index) * fraction + 0.5) > before;
+      batch.add(document, chosen);
+      if (batch.text.size() >= kBatchBytes) flush();
+    });
+    flush();
+  };
+  const bool own = !options.validation_inputs.empty();
+  pass(options.inputs, own ? 0 : options.validation_fraction, false);
+  if (own) pass(options.validation_inputs, 0, true);
+}
+
+int64_t total_bytes(const CorpusOptions& options) {
+  int64_t bytes = 0;
+  for (const auto* inputs : {&options.inputs, &options.validation_inputs}) {
+    for (const auto& file : files_of(*inputs)) {
+      if (file != "-") bytes += static_cast<int64_t>(fs::file_size(file));
+    }
+  }
+  return std::max<int64_t>(bytes, 1);
+}
+
+Vocabulary learn(const CorpusOptions& options, const CorpusProgress& progress, double all_bytes) {
+  std::vector<PieceCounts> counts(options.threads);
+  double done = 0;
+  for_each_batch(options, [&](const Batch& batch) {
+    in_parallel(batch.chunks.size(), options.threads, [&](size_t i, int thread) {
+      if (!batch.chunks[i].validation) count_pieces(batch.view(batch.chunks[i]), counts[thread]);
+    });
+    done += static_cast<double>(batch.text.size());
+    progress("counting", std::min(1.0, done / all_bytes));
+  });
+  for (size_t i = 1; i < counts.size(); ++i) {
+    for (const auto& [piece, count] : counts[i]) counts[0][piece] += count;
+  }
+  return learn_vocabulary(counts[0], options.learn_size, [&](int64_t entries) {
+    progress("learning", static_cast<double>(entries) / static_cast<double>(options.learn_size));
+  });
+}
+
+Vocabulary load_vocabulary(const std::string& path) {
+  return fs::path(path).extension() == ".tiktoken" ? Vocabulary::from_tiktoken(path)
+                                                   : Vocabulary::from_merges(path);
+}
+
+void check_size(int64_t vocabulary) {
+  if (vocabulary <= 65536) return;
+  throw std::runtime_error(
+      "shards hold 16-bit tokens, so a vocabulary has 65536 entries at most, not " +
+      std::to_string(vocabulary));
+}
+
+}  // namespace
+
+void for_each_document(
+    const std::vector<std::string>& inputs, const std::function<void(std::string_view)>& take) {
+  for (const auto& file : files_of(inputs)) {
+    const std::string text = read_file(file);
+    size_t begin = 0;
+    const auto emit = [&](size_t end) {
+      const auto document = std::string_view(text).substr(begin, end - begin);
+      if (document.find_first_not_of(" \t\r\n") != std::string_view::npos) take(document);
+    };
+    for (size_t line = 0; line < text.size();) {
+      const size_t end = std::min(text.find('\n', line), text.size());
+      auto content = std::string_view(text).substr(line, end - line);
+      if (content.ends_with('\r')) content.remove_suffix(1);
+      if (content == kEndOfText) {
+        emit(line);
+        begin = std::min(end + 1, text.size());
+      }
+      line = end + 1;
+    }
+    emit(text.size());
+  }
+}
+
+CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress& progress) {
+  if (options.vocabulary.empty() == (options.learn_size == 0)) {
+    throw std::runtime_error("give either a vocabulary file or the size of one to learn");
+  }
+  check_size(options.learn_size);
+  const bool learning = options.vocabulary.empty();
+  if (learning && std::count(options.inputs.begin(), options.inputs.end(), "-") > 0) {
+    throw std::runtime_error(
+        "learning a vocabulary reads the text twice, which standard input cannot");
+  }
+  const auto all_bytes = static_cast<double>(total_bytes(options));
+  const Vocabulary vocabulary =
+      learning ? learn(options, progress, all_bytes) : load_vocabulary(options.vocabulary);
+  check_size(vocabulary.size());
+  fs::create_directories(options.folder);
+  ShardWriter writers[] = {
+      {options.folder, "train", options.shard_tokens},
+      {options.folder, "val", options.shard_tokens}};
+  CorpusSummary summary;
+  CorpusCounts* counts[] = {&summary.training, &summary.validation};
+  std::vector<Encoder> encoders(options.threads, Encoder(vocabulary));
+  double done = 0;
+  for_each_batch(options, [&](const Batch& batch) {
+    std::vector<std::vector<uint32_t>> ids(batch.chunks.size());
+    in_parallel(batch.chunks.size(), options.threads, [&](size_t i, int thread) {
+      if (batch.chunks[i].starts_document) ids[i].push_back(vocabulary.end_of_text());
+      encoders[thread].encode(batch.view(batch.chunks[i]), ids[i]);
+    });
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto& chunk = batch.chunks[i];
+      writers[chunk.validation].write(ids[i]);
+      counts[chunk.validation]->documents += chunk.starts_document ? 1 : 0;
+      counts[chunk.validation]->bytes += static_cast<int64_t>(chunk.end - chunk.begin);
+    }
+    done += static_cast<double>(batch.text.size());
+    progress("encoding", std::min(1.0, done / all_bytes));
+  });
+  summary.vocabulary = vocabulary.size();
+  summary.training.tokens = writers[0].finish();
+  summary.validation.tokens = writers[1].finish();
+  vocabulary.save_tiktoken(options.folder + "/vocabulary.tiktoken");
+  return summary;
+}
+
+}  // namespace gpt

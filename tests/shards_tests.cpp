@@ -1,0 +1,137 @@
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+
+#include "gpt/shards.h"
+
+namespace gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+class ShardsTest : public testing::Test {
+ protected:
+  ShardsTest() : folder_(fs::temp_directory_path() / ("shards_" + std::to_string(getpid()))) {
+    fs::create_directories(folder_);
+  }
+  ~ShardsTest() override { fs::remove_all(folder_); }
+
+  void write(const std::vector<uint32_t>& tokens, int64_t shard_tokens) {
+    ShardWriter writer(folder_.string(), "train", shard_tokens);
+    writer.write(tokens);
+    writer.finish();
+  }
+  TokenStream stream(int64_t vocabulary = 65536) { return {folder_.string(), "train", vocabulary}; }
+  std::string error_of_stream() {
+    try {
+      stream();
+    } catch (const std::runtime_error& error) {
+      return error.what();
+    }
+    return "no error";
+  }
+  // Overwrites an int32 of a shard's header.
+  void spoil(int index, int32_t value) {
+    std::fstream file(
+        folder_ / "train_000000.bin", std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(4 * index);
+    file.write(reinterpret_cast<const char*>(&value), 4);
+  }
+
+  fs::path folder_;
+};
+
+std::vector<uint32_t> counting(uint32_t count) {
+  std::vector<uint32_t> tokens(count);
+  std::iota(tokens.begin(), tokens.end(), 0);
+  return tokens;
+}
+
+TEST_F(ShardsTest, AStreamReadsAcrossFiles) {
+  write(counting(1000), 300);
+  const auto tokens = stream();
+  ASSERT_EQ(tokens.size(), 1000);
+  for (const auto& [position, count] : std::vector<std::pair<int64_t, int64_t>>{
+           {0, 1000}, {299, 2}, {300, 300}, {250, 700}, {999, 1}}) {
+    std::vector<int64_t> out(count);
+    tokens.read(position, count, out.data());
+    for (int64_t i = 0; i < count; ++i) ASSERT_EQ(out[i], position + i);
+  }
+  int64_t past = 0;
+  EXPECT_THROW(tokens.read(1000, 1, &past), std::runtime_error);
+}
+
+TEST_F(ShardsTest, AShardHasItsNameOnlyWhenItIsWhole) {
+  {
+    ShardWriter writer(folder_.string(), "train", 100);
+    writer.write(counting(150));
+    EXPECT_TRUE(fs::exists(folder_ / "train_000000.bin"));
+    EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin"));
+  }  // not finished
+  EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin"));
+  EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin.tmp"));
+}
+
+TEST_F(ShardsTest, BadFilesAreRefusedByName) {
+  EXPECT_NE(error_of_stream().find("has no *train*.bin shard"), std::string::npos);
+  write(counting(10), 100);
+  spoil(0, 7);
+  EXPECT_NE(
+      error_of_stream().find("train_000000.bin': is not a token shard (its magic number is 7"),
+      std::string::npos);
+  spoil(0, 20240520);
+  spoil(1, 2);
+  EXPECT_NE(
+      error_of_stream().find("is a shard of version 2; version 1 is known"), std::string::npos);
+  spoil(1, 1);
+  fs::resize_file(folder_ / "train_000000.bin", 1024 + 12);
+  EXPECT_NE(
+      error_of_stream().find("is truncated: its header says 10 tokens, but it holds 6"),
+      std::string::npos);
+  fs::resize_file(folder_ / "train_000000.bin", 100);
+  EXPECT_NE(error_of_stream().find("is shorter than a shard's header"), std::string::npos);
+}
+
+TEST_F(ShardsTest, ATokenOutsideTheVocabularyIsRefused) {
+  write({1, 2, 50, 3}, 100);
+  const auto tokens = stream(50);
+  std::vector<int64_t> out(4);
+  EXPECT_NO_THROW(tokens.read(0, 2, out.data()));
+  try {
+    tokens.read(0, 4, out.data());
+    FAIL();
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(
+        std::string(error.what()).find("holds token 50 at 2, but the vocabulary has 50"),
+        std::string::npos);
+  }
+}
+
+TEST(SequenceOrder, TheFirstEpochIsInOrderAndEveryLaterOneAPermutationOfItsOwn) {
+  const SequenceOrder order(1001, 10, 7);
+  ASSERT_EQ(order.windows(), 100);
+  std::vector<std::vector<int64_t>> epochs;
+  for (int64_t epoch = 0; epoch < 4; ++epoch) {
+    std::vector<int64_t> starts;
+    for (int64_t k = 0; k < 100; ++k) starts.push_back(order.start_of(100 * epoch + k));
+    epochs.push_back(starts);
+    std::sort(starts.begin(), starts.end());
+    for (int64_t i = 0; i < 100; ++i) EXPECT_EQ(starts[i], 10 * i);
+  }
+  for (int64_t i = 0; i < 100; ++i) EXPECT_EQ(epochs[0][i], 10 * i);
+  EXPECT_NE(epochs[1], epochs[0]);
+  EXPECT_NE(epochs[2], epochs[1]);
+  EXPECT_NE(SequenceOrder(1001, 10, 8).start_of(100), SequenceOrder(1001, 10, 9).start_of(100));
+}
+
+TEST(SequenceOrder, TheLastTargetMustBeInTheStream) {
+  EXPECT_EQ(SequenceOrder(1000, 10, 0).windows(), 99);
+  EXPECT_THROW(SequenceOrder(10, 10, 0), std::runtime_error);
+}
+
+}  // namespace
+}  // namespace gpt

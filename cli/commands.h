@@ -8,5 +8,7 @@ class App;
 namespace cli {
 
 void add_tokenize(CLI::App& app);
+void add_train(CLI::App& app);
+void add_sample(CLI::App& app);
 
 }  // namespace cli

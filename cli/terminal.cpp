@@ -12,8 +12,17 @@ bool live = false;
 
 }  // namespace
 
+bool is_live() { return isatty(STDERR_FILENO) != 0; }
+
+void say(const std::string& line) {
+  if (live) std::fputs("\r\033[2K", stderr);
+  live = false;
+  std::fprintf(stdout, "%s\n", line.c_str());
+  std::fflush(stdout);
+}
+
 void show_live(const std::string& line) {
-  if (isatty(STDERR_FILENO) == 0) return;
+  if (!is_live()) return;
   std::fprintf(stderr, "\r\033[2K%s", line.c_str());
   std::fflush(stderr);
   live = true;

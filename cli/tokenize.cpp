@@ -46,7 +46,7 @@ void add_tokenize(CLI::App& app) {
   command->add_option("-o,--out", options->folder, "Folder for the shards and the vocabulary")
       ->required();
   auto* vocabulary = command->add_option(
-      "--vocabulary", options->vocabulary, "A .tiktoken file, or GPT-2's vocab.bpe");
+      "--vocabulary", options->vocabulary, "gpt2, a .tiktoken file, or GPT-2's vocab.bpe");
   command
       ->add_option(
           "--learn", options->learn_size,

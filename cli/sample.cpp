@@ -1,0 +1,86 @@
+// group-muon sample: text from a trained model.
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+
+#include "cli/commands.h"
+#include "gpt/generate.h"
+#include "gpt/tokenizer.h"
+#include "train/checkpoint.h"
+#include "train/config.h"
+
+namespace cli {
+namespace {
+
+struct SampleArguments {
+  std::string run;
+  std::string prompt;
+  std::string vocabulary;
+  bool best = false;
+  gpt::GenerateOptions options;
+};
+
+void run(const SampleArguments& arguments) {
+  const auto place = train::locate(arguments.run);
+  std::string checkpoint = place.checkpoint;
+  if (checkpoint.empty()) {
+    const auto all = train::list_checkpoints(place.run);
+    TORCH_CHECK_VALUE(!all.empty(), "'", arguments.run, "' has no checkpoint yet");
+    checkpoint = arguments.best ? train::best_checkpoint(all) : all.back();
+    TORCH_CHECK_VALUE(!checkpoint.empty(), "no checkpoint of '", arguments.run, "' was validated");
+  }
+  const auto config = train::configure(train::read_settings(place.run + "/config.toml"));
+  const std::string why = train::damage(checkpoint);
+  TORCH_CHECK_VALUE(why.empty(), "checkpoint '", checkpoint, "' is damaged (", why, ")");
+  gpt::Model model(train::model_shape(config), torch::kFloat32, /*seed=*/0);
+  train::load_weights(checkpoint, model);
+
+  const auto vocabulary = gpt::Vocabulary::from_file(
+      arguments.vocabulary.empty() ? place.run + "/vocabulary.tiktoken" : arguments.vocabulary);
+  TORCH_CHECK_VALUE(
+      vocabulary.size() <= config.vocabulary, "the vocabulary has ", vocabulary.size(),
+      " entries, the model ", config.vocabulary);
+  std::vector<uint32_t> prompt = {vocabulary.end_of_text()};
+  gpt::Encoder(vocabulary).encode(arguments.prompt, prompt);
+  std::fwrite(arguments.prompt.data(), 1, arguments.prompt.size(), stdout);
+  gpt::generate(model, prompt, arguments.options, [&](uint32_t id) {
+    if (id >= vocabulary.end_of_text()) return false;
+    const std::string& bytes = vocabulary.token(id);
+    std::fwrite(bytes.data(), 1, bytes.size(), stdout);
+    std::fflush(stdout);
+    return true;
+  });
+  std::fputc('\n', stdout);
+}
+
+}  // namespace
+
+void add_sample(CLI::App& app) {
+  auto arguments = std::make_shared<SampleArguments>();
+  auto& options = arguments->options;
+  auto* command = app.add_subcommand("sample", "Write text with a trained model");
+  command
+      ->add_option("run", arguments->run, "Folder of a run (its newest checkpoint) or a checkpoint")
+      ->required();
+  command->add_option("--prompt", arguments->prompt, "Text to go on from");
+  command->add_flag("--best", arguments->best, "The checkpoint with the lowest validation loss");
+  command->add_option("--tokens", options.tokens, "Tokens at most; a document may end before")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--temperature", options.temperature, "Less is safer; 0: always the likeliest token")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--top-k", options.top_k, "Draw among so many tokens; 0: among all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--seed", options.seed, "Another seed, another text")->capture_default_str();
+  command->add_option(
+      "--vocabulary", arguments->vocabulary,
+      "gpt2, a .tiktoken file, or GPT-2's vocab.bpe; by default the run's own");
+  command->callback([arguments] { run(*arguments); });
+}
+
+}  // namespace cli

@@ -1,0 +1,160 @@
+// group-muon train: shards → a trained model, in a run folder.
+
+#include "train/train.h"
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <ctime>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/terminal.h"
+
+namespace cli {
+namespace {
+
+struct TrainArguments {
+  std::string file;
+  std::string resume;
+  train::Settings flags;
+};
+
+std::atomic<bool> stop{false};
+
+// The first signal asks for a checkpoint, the second ends the program at once.
+void ask_to_stop(int signal) {
+  stop = true;
+  std::signal(signal, SIG_DFL);
+}
+
+std::string clock_text(double seconds) {
+  const auto whole = static_cast<long long>(std::ceil(seconds));
+  char text[32];
+  if (whole >= 3600) {
+    std::snprintf(
+        text, sizeof text, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+  } else {
+    std::snprintf(text, sizeof text, "%lld:%02lld", whole / 60, whole % 60);
+  }
+  return text;
+}
+
+std::string thousands(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, value < 9950 ? "%.1fk" : "%.0fk", value / 1000);
+  return text;
+}
+
+// "loss 4.1234  12k tokens/s, 34% of GEMM peak, 1:23 left"
+std::string facts(const train::Progress& now) {
+  if (now.tokens_per_second == 0) return "";
+  char text[128];
+  std::snprintf(
+      text, sizeof text, "loss %.4f  %s tokens/s, %.0f%% of GEMM peak, %s left", now.loss,
+      thousands(now.tokens_per_second).c_str(), 100 * now.peak_fraction,
+      clock_text(now.seconds_left).c_str());
+  return text;
+}
+
+train::Listener make_listener(int64_t steps, int64_t log_interval) {
+  train::Listener listener;
+  listener.progress = [steps](const train::Progress& now) {
+    char place[64];
+    if (now.stage[0] == 'v') {
+      std::snprintf(place, sizeof place, " validating %3.0f%%  ", 100 * now.fraction);
+    } else {
+      std::snprintf(
+          place, sizeof place, " step %.0f/%lld  ", std::floor(now.step),
+          static_cast<long long>(steps));
+    }
+    show_live(bar(now.fraction) + place + facts(now));
+  };
+  listener.step = [steps, log_interval](const train::Progress& now) {
+    const auto step = static_cast<long long>(now.step);
+    if (is_live() || step % log_interval != 0) return;
+    say(c10::str("step ", step, "/", steps, "  ", facts(now)));
+  };
+  listener.validation = [steps](int64_t step, double loss) {
+    char text[96];
+    std::snprintf(
+        text, sizeof text, "step %lld/%lld  validation loss %.4f", static_cast<long long>(step),
+        static_cast<long long>(steps), loss);
+    say(text);
+  };
+  listener.checkpoint = [](const std::string& path) { say("checkpoint " + path); };
+  listener.note = [](const std::string& text) { say("note: " + text); };
+  listener.stop_wanted = [] { return stop.load(); };
+  return listener;
+}
+
+std::string folder_by_time() {
+  const std::time_t now = std::time(nullptr);
+  char text[64];
+  std::strftime(text, sizeof text, "runs/%Y%m%d-%H%M%S", std::localtime(&now));
+  return text;
+}
+
+void run(const TrainArguments& arguments) {
+  train::Settings settings;
+  if (!arguments.file.empty()) settings = train::read_settings(arguments.file);
+  settings.insert(settings.end(), arguments.flags.begin(), arguments.flags.end());
+  std::signal(SIGINT, ask_to_stop);
+  std::signal(SIGTERM, ask_to_stop);
+  train::Outcome outcome;
+  std::string folder;
+  if (arguments.resume.empty()) {
+    train::Config config = train::configure(settings);
+    if (config.out.empty()) config.out = folder_by_time();
+    folder = config.out;
+    say("run " + folder);
+    outcome = train::train(config, make_listener(config.steps, config.log_interval));
+  } else {
+    const train::Run resumed = train::open_run(arguments.resume, settings);
+    const train::Config& config = resumed.config;
+    folder = config.out;
+    say("run " + folder);
+    outcome = train::resume(resumed, make_listener(config.steps, config.log_interval));
+  }
+  end_live();
+  if (outcome.stopped) {
+    say(c10::str(
+        "stopped after step ", outcome.step, "; go on with: group-muon train --resume ", folder));
+    throw CLI::RuntimeError(130);
+  }
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  auto arguments = std::make_shared<TrainArguments>();
+  auto* command = app.add_subcommand(
+      "train",
+      "Train a GPT with AdamW and Group Muon\n"
+      "Every option below is also a key of the configuration file, under [its group].");
+  command->add_option("config", arguments->file, "A TOML file, such as configs/small.toml")
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--resume", arguments->resume,
+          "Go on with the run in this folder, from its newest checkpoint, or from the given one")
+      ->type_name("RUN");
+  const train::Config defaults;
+  for (const auto& key : train::config_keys()) {
+    const std::string name = key.name, value = train::get(defaults, key);
+    command
+        ->add_option_function<std::string>(
+            "--" + name,
+            [arguments, name](const std::string& text) {
+              arguments->flags.emplace_back(name, text);
+            },
+            key.help)
+        ->group(key.section)
+        ->type_name(value.empty() ? "" : "[" + value + "]");
+  }
+  command->callback([arguments] { run(*arguments); });
+}
+
+}  // namespace cli

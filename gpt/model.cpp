@@ -1,0 +1,167 @@
+#include "gpt/model.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/functional/activation.h>
+
+#include <cmath>
+
+namespace gpt {
+namespace {
+
+using torch::Tensor;
+
+constexpr double kRotaryBase = 10000;
+constexpr double kNormEps = 1e-6;
+
+// No gain; in fp32, and back to what came.
+Tensor rms_norm(const Tensor& x) {
+  const Tensor wide = x.to(at::kFloat);
+  const Tensor scale = at::rsqrt(wide.square().mean(-1, /*keepdim=*/true) + kNormEps);
+  return (wide * scale).to(x.scalar_type());
+}
+
+// A module that only carries names: "transformer", "h", "0", "attn", …
+torch::nn::Module& child(torch::nn::Module& parent, const std::string& name) {
+  for (const auto& item : parent.named_children()) {
+    if (item.key() == name) return *item.value();
+  }
+  return *parent.register_module(name, std::make_shared<torch::nn::Module>());
+}
+
+}  // namespace
+
+void check(const ModelShape& shape) {
+  const auto positive = [](int64_t value, const char* name) {
+    TORCH_CHECK_VALUE(value > 0, name, " should be 1 or more, not ", value);
+  };
+  positive(shape.layers, "layers");
+  positive(shape.heads, "heads");
+  positive(shape.width, "width");
+  positive(shape.context, "context");
+  positive(shape.vocabulary, "vocabulary");
+  TORCH_CHECK_VALUE(
+      shape.width % shape.heads == 0, "heads should divide the width, but ", shape.heads,
+      " heads do not divide a width of ", shape.width);
+  TORCH_CHECK_VALUE(
+      shape.head_dim() % 2 == 0, "a head should have an even size for rotary positions, but ",
+      shape.width, " / ", shape.heads, " is ", shape.head_dim());
+  TORCH_CHECK_VALUE(
+      shape.kv_heads >= 0 && shape.heads % shape.key_heads() == 0,
+      "kv_heads should divide the heads, but ", shape.kv_heads, " does not divide ", shape.heads);
+  TORCH_CHECK_VALUE(
+      shape.vocabulary <= 65536, "vocabulary should be 65536 at most (tokens are 16 bits), not ",
+      shape.vocabulary);
+}
+
+double training_flops_per_token(const ModelShape& shape) {
+  const auto width = static_cast<double>(shape.width);
+  const double qkv = static_cast<double>((shape.heads + 2 * shape.key_heads()) * shape.head_dim());
+  const double weights = width * (qkv + width + 8 * width);  // a block's: Q, K, V; projection; MLP
+  const double attention = width * static_cast<double>(shape.context);  // QKᵀ and PV, half each
+  const double forward = 2 * (static_cast<double>(shape.layers) * (weights + attention) +
+                              width * static_cast<double>(shape.vocabulary));
+  return 3 * forward;
+}
+
+Model::Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed)
+    : shape_(shape), precision_(precision) {
+  check(shape);
+  auto generator = at::detail::createCPUGenerator(seed);
+  const auto weight = [&](const std::string& path, int64_t out, int64_t in) {
+    const double bound = 1 / std::sqrt(static_cast<double>(in));
+    const Tensor value = at::empty({out, in}).uniform_(-bound, bound, generator);
+    torch::nn::Module* owner = this;
+    size_t begin = 0;
+    for (size_t dot; (dot = path.find('.', begin)) != std::string::npos; begin = dot + 1) {
+      owner = &child(*owner, path.substr(begin, dot - begin));
+    }
+    return owner->register_parameter(path.substr(begin), value);
+  };
+  wte_ = weight("transformer.wte.weight", shape.vocabulary, shape.width);
+  const int64_t qkv = (shape.heads + 2 * shape.key_heads()) * shape.head_dim();
+  for (int64_t i = 0; i < shape.layers; ++i) {
+    const std::string prefix = c10::str("transformer.h.", i, ".");
+    blocks_.push_back(
+        {weight(prefix + "attn.c_attn.weight", qkv, shape.width),
+         weight(prefix + "attn.c_proj.weight", shape.width, shape.width),
+         weight(prefix + "mlp.c_fc.weight", 4 * shape.width, shape.width),
+         weight(prefix + "mlp.c_proj.weight", shape.width, 4 * shape.width)});
+  }
+  const Tensor exponent =
+      at::arange(0, shape.head_dim(), 2, at::kFloat) / static_cast<double>(shape.head_dim());
+  const Tensor angles =
+      at::outer(at::arange(shape.context, at::kFloat), 1 / at::pow(kRotaryBase, exponent));
+  cos_ = register_buffer("rotary_cos", angles.cos());
+  sin_ = register_buffer("rotary_sin", angles.sin());
+}
+
+Tensor Model::product(const Tensor& x, const Tensor& weight) const {
+  return at::linear(x.to(precision_), weight.to(precision_));
+}
+
+// x: [batch, tokens, heads, head_dim]; the halves of a head turn together.
+Tensor Model::rotated(const Tensor& x, int64_t first_position) const {
+  const Tensor cos = cos_.narrow(0, first_position, x.size(1)).unsqueeze(1);
+  const Tensor sin = sin_.narrow(0, first_position, x.size(1)).unsqueeze(1);
+  const auto halves = x.chunk(2, -1);
+  return at::cat({halves[0] * cos + halves[1] * sin, halves[1] * cos - halves[0] * sin}, -1)
+      .to(x.scalar_type());
+}
+
+Tensor Model::attention(const Tensor& x, const Block& block, int64_t layer, KeyValueCache* cache) {
+  const int64_t batch = x.size(0), tokens = x.size(1), size = shape_.head_dim();
+  const int64_t seen = cache == nullptr ? 0 : cache->tokens;
+  const int64_t key_rows = shape_.key_heads() * size;
+  const auto parts =
+      product(x, block.attn_c_attn).split_with_sizes({shape_.width, key_rows, key_rows}, -1);
+  const auto heads = [&](const Tensor& part) { return part.view({batch, tokens, -1, size}); };
+  const Tensor q = rotated(heads(parts[0]), seen).transpose(1, 2);
+  Tensor k = rotated(heads(parts[1]), seen).transpose(1, 2);
+  Tensor v = heads(parts[2]).transpose(1, 2);
+  if (cache != nullptr) {
+    const auto append = [&](Tensor& all, const Tensor& fresh) {
+      if (!all.defined()) {
+        all = at::empty({batch, fresh.size(1), shape_.context, size}, fresh.options());
+      }
+      all.narrow(2, seen, tokens).copy_(fresh);
+      return all.narrow(2, 0, seen + tokens);
+    };
+    k = append(cache->layers[layer].keys, k);
+    v = append(cache->layers[layer].values, v);
+  }
+  // With a cache, tokens come one at a time after the prompt, and see all before them.
+  const bool causal = tokens > 1;
+  const Tensor y = at::scaled_dot_product_attention(
+      q, k, v, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/shape_.key_heads() != shape_.heads);
+  return product(y.transpose(1, 2).reshape({batch, tokens, shape_.width}), block.attn_c_proj);
+}
+
+Tensor Model::hidden(const Tensor& tokens, KeyValueCache* cache) {
+  Tensor x = at::embedding(wte_, tokens);
+  const double attention_scale = 1 / std::sqrt(2.0 * static_cast<double>(shape_.layers));
+  for (int64_t i = 0; i < shape_.layers; ++i) {
+    const auto& block = blocks_[i];
+    x = x + attention(rms_norm(x), block, i, cache) * attention_scale;
+    x = x + product(at::gelu(product(rms_norm(x), block.mlp_c_fc)), block.mlp_c_proj);
+  }
+  if (cache != nullptr) cache->tokens += tokens.size(1);
+  return rms_norm(x);
+}
+
+Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
+  const Tensor logits = product(hidden(tokens, nullptr), wte_).to(at::kFloat);
+  return at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+}
+
+Tensor Model::next_logits(const Tensor& tokens, KeyValueCache& cache) {
+  cache.layers.resize(shape_.layers);
+  TORCH_CHECK_VALUE(
+      cache.tokens + tokens.size(1) <= shape_.context, "the context of ", shape_.context,
+      " tokens is full");
+  TORCH_CHECK_VALUE(
+      cache.tokens == 0 || tokens.size(1) == 1, "after the first call tokens come one at a time");
+  const Tensor last = hidden(tokens, &cache).select(1, -1);
+  return product(last, wte_).to(at::kFloat);
+}
+
+}  // namespace gpt

@@ -1,0 +1,80 @@
+#pragma once
+// The GPT of the paper's setting: RMS norms without gains, rotary positions, no biases, tied head.
+
+#include <torch/nn/module.h>
+#include <torch/types.h>
+
+#include <string>
+#include <vector>
+
+namespace gpt {
+
+struct ModelShape {
+  int64_t layers = 12;
+  int64_t heads = 12;
+  int64_t kv_heads = 0;  // 0: as heads
+  int64_t width = 768;
+  int64_t context = 1024;
+  int64_t vocabulary = 50257;
+
+  int64_t head_dim() const { return width / heads; }
+  int64_t key_heads() const { return kv_heads == 0 ? heads : kv_heads; }
+  bool operator==(const ModelShape&) const = default;
+};
+
+/// Refuses shapes that make no sense, naming the value and what would be valid.
+void check(const ModelShape& shape);
+
+/// Floating-point operations of training on one token: forward and backward, causal attention counted
+/// by half, the look-up not at all.
+double training_flops_per_token(const ModelShape& shape);
+
+/// Keys and values of the tokens seen so far, a pair a layer: [batch, kv heads, context, head_dim], of
+/// which the first `tokens` are filled.
+struct KeyValueCache {
+  struct Layer {
+    torch::Tensor keys, values;
+  };
+  std::vector<Layer> layers;
+  int64_t tokens = 0;
+};
+
+/// Weights and the residual stream are fp32; `precision` is that of the matrix products, bf16 or fp32.
+/// Parameters have the names of the paper's script, such as transformer.h.0.attn.c_attn.weight.
+class Model : public torch::nn::Module {
+ public:
+  /// Every weight as a linear layer has it by default: uniform in ±1/√fan_in, from this seed.
+  Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed);
+
+  const ModelShape& shape() const { return shape_; }
+  void set_precision(torch::ScalarType precision) { precision_ = precision; }
+
+  /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens], in fp32.
+  torch::Tensor loss(const torch::Tensor& tokens, const torch::Tensor& targets);
+
+  /// Logits after the last token of each row, [batch, vocabulary] in fp32. `tokens` follow those in
+  /// the cache and are added to it: a prompt first, then one at a time.
+  torch::Tensor next_logits(const torch::Tensor& tokens, KeyValueCache& cache);
+
+ private:
+  struct Block {
+    torch::Tensor attn_c_attn;  // [(heads + 2·kv_heads)·head_dim, width]: Q, K, V
+    torch::Tensor attn_c_proj;  // [width, width]
+    torch::Tensor mlp_c_fc;     // [4·width, width]
+    torch::Tensor mlp_c_proj;   // [width, 4·width]
+  };
+
+  torch::Tensor hidden(const torch::Tensor& tokens, KeyValueCache* cache);
+  torch::Tensor attention(
+      const torch::Tensor& x, const Block& block, int64_t layer, KeyValueCache* cache);
+  torch::Tensor rotated(const torch::Tensor& x, int64_t first_position) const;
+  torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight) const;
+
+  ModelShape shape_;
+  torch::ScalarType precision_;
+  torch::Tensor wte_;  // [vocabulary, width], the head too
+  std::vector<Block> blocks_;
+  torch::Tensor cos_, sin_;  // [context, head_dim / 2], fp32
+};
+
+}  // namespace gpt

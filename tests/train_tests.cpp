@@ -1,0 +1,272 @@
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "gpt/shards.h"
+#include "tests/testing.h"
+#include "train/checkpoint.h"
+#include "train/files.h"
+#include "train/safetensors.h"
+#include "train/train.h"
+
+namespace train {
+namespace {
+
+constexpr int64_t kVocabulary = 64;
+
+// Text with something to learn: a random walk over the vocabulary.
+void write_shards(const std::string& folder, int64_t tokens) {
+  std::mt19937 random(1);
+  for (const char* split : {"train", "val"}) {
+    gpt::ShardWriter writer(folder, split, 3000);  // several shards
+    std::vector<uint32_t> walk = {0};
+    for (int64_t i = 1; i < tokens; ++i) {
+      walk.push_back((walk.back() + random() % 3) % kVocabulary);
+    }
+    writer.write(walk);
+    writer.finish();
+  }
+}
+
+class TrainTest : public testing::Test {
+ protected:
+  TrainTest() { write_shards(folder_.path(), 8000); }
+
+  Config config(const std::string& out, const Settings& more = {}) const {
+    Settings settings = {
+        {"data", folder_.path()},
+        {"out", folder_ / out},
+        {"vocabulary", "64"},
+        {"layers", "2"},
+        {"heads", "4"},
+        {"width", "32"},
+        {"context", "16"},
+        {"batch", "8"},
+        {"micro-batch", "3"},
+        {"steps", "12"},
+        {"warmdown", "4"},
+        {"validation-interval", "5"},
+        {"validation-tokens", "256"},
+        {"checkpoint-interval", "4"},
+        {"qk-group", "2:random"},
+        {"muon-lr", "1e-3"},
+        {"keep", "99"}};
+    settings.insert(settings.end(), more.begin(), more.end());
+    return configure(settings);
+  }
+
+  // metrics.jsonl without what a clock says.
+  static std::vector<std::string> curve(const std::string& run) {
+    std::ifstream file(run + "/metrics.jsonl");
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(file, line);) {
+      auto json = nlohmann::ordered_json::parse(line);
+      json.erase("seconds");
+      json.erase("tokens_per_second");
+      lines.push_back(json.dump());
+    }
+    return lines;
+  }
+  static std::vector<double> losses(const std::string& run, const char* name = "loss") {
+    std::vector<double> values;
+    for (const auto& line : curve(run)) {
+      const auto json = nlohmann::json::parse(line);
+      if (json.contains(name)) values.push_back(json[name]);
+    }
+    return values;
+  }
+  static std::string bytes_of(const std::string& checkpoint) {
+    return read_text(checkpoint + "/model.safetensors") +
+           read_text(checkpoint + "/optimizer.safetensors");
+  }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(TrainTest, LearnsAndLeavesARecord) {
+  const auto outcome = train(config("run", {{"steps", "60"}, {"checkpoint-interval", "0"}}), {});
+  EXPECT_EQ(outcome.step, 60);
+  EXPECT_FALSE(outcome.stopped);
+  const auto all = losses(folder_ / "run");
+  ASSERT_EQ(all.size(), 60);
+  EXPECT_NEAR(all[0], std::log(64), 0.4);
+  EXPECT_LT(all.back(), 2.2);
+  EXPECT_EQ(losses(folder_ / "run", "validation_loss").size(), 13);  // 0, 5, …, 60
+  EXPECT_EQ(losses(folder_ / "run", "validation_loss").back(), outcome.validation_loss);
+  EXPECT_EQ(list_checkpoints(folder_ / "run").size(), 1);
+  // What was resolved can be read back and is whole.
+  const auto saved = configure(read_settings(folder_ / "run/config.toml"));
+  EXPECT_EQ(saved.steps, 60);
+  EXPECT_GT(saved.threads, 0);
+  EXPECT_NE(read_text(folder_ / "run/machine.jsonl").find("\"commit\""), std::string::npos);
+}
+
+TEST_F(TrainTest, ResumeIsBitIdenticalWhereverItWasCut) {
+  for (const char* precision : {"bf16", "fp32"}) {
+    const std::string whole = std::string("whole-") + precision;
+    const Settings more = {{"precision", precision}, {"validation-precision", precision}};
+    train(config(whole, more), {});
+    const auto expected = curve(folder_ / whole);
+    const auto last = bytes_of(folder_ / (whole + "/checkpoints/step-000012"));
+    // In the first step, between checkpoints, within a validation, in the last step.
+    for (const int64_t cut : {1, 8, 20, 47, 53}) {
+      const std::string run = c10::str(folder_.path(), "/cut-", cut, "-", precision);
+      Config cut_config = config("x", more);
+      cut_config.out = run;
+      int64_t asked = 0;
+      Listener listener;
+      listener.stop_wanted = [&] { return ++asked > cut; };
+      const auto outcome = train(cut_config, listener);
+      EXPECT_TRUE(outcome.stopped);
+      resume(open_run(run, {}), {});
+      EXPECT_EQ(curve(run), expected) << "cut at " << cut;
+      EXPECT_TRUE(bytes_of(run + "/checkpoints/step-000012") == last) << "cut at " << cut;
+    }
+  }
+}
+
+TEST_F(TrainTest, ResumeFromAnOlderCheckpointTakesTheSamePath) {
+  train(config("run"), {});
+  const auto expected = curve(folder_ / "run");
+  const auto last = bytes_of(folder_ / "run/checkpoints/step-000012");
+  const auto run = open_run(folder_ / "run/checkpoints/step-000004/", {});
+  EXPECT_EQ(run.checkpoint, folder_ / "run/checkpoints/step-000004");
+  resume(run, {});
+  EXPECT_EQ(curve(folder_ / "run"), expected);
+  EXPECT_TRUE(bytes_of(folder_ / "run/checkpoints/step-000012") == last);
+}
+
+TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
+  const Settings fp32 = {
+      {"precision", "fp32"}, {"muon-precision", "float32"}, {"batch", "64"}, {"steps", "6"}};
+  std::vector<std::vector<double>> curves;
+  for (const char* size : {"1", "4", "7", "64"}) {
+    Settings more = fp32;
+    more.emplace_back("micro-batch", size);
+    train(config(std::string("micro-") + size, more), {});
+    curves.push_back(losses(folder_ / (std::string("micro-") + size)));
+  }
+  for (const auto& other : curves) {
+    for (size_t step = 0; step < other.size(); ++step) {
+      EXPECT_NEAR(other[step], curves[0][step], 2e-5) << "step " << step;
+    }
+  }
+}
+
+TEST_F(TrainTest, DataWrapsRoundInAnotherOrder) {
+  // 500 windows of 16 tokens: 80 steps of 8 are more than an epoch.
+  const auto outcome =
+      train(config("run", {{"steps", "80"}, {"checkpoint-interval", "0"}, {"warmdown", "0"}}), {});
+  EXPECT_EQ(outcome.step, 80);
+}
+
+TEST_F(TrainTest, ScheduleOfGroupsChangesTheRunFromThatStepOn) {
+  train(config("constant", {{"qk-group", "1"}}), {});
+  train(config("scheduled", {{"qk-group", "1@0,4@6"}}), {});
+  const auto a = losses(folder_ / "constant"), b = losses(folder_ / "scheduled");
+  for (size_t step = 0; step <= 6; ++step) EXPECT_EQ(a[step], b[step]) << step;
+  EXPECT_NE(a[7], b[7]);
+}
+
+TEST_F(TrainTest, ClippingScalesTheStepOfAdamWOnly) {
+  // Muon's direction has no length, and clipping shortens all gradients alike.
+  train(config("free"), {});
+  train(config("clipped", {{"clip", "0.01"}}), {});
+  const auto clipped = losses(folder_ / "clipped", "gradient_norm");
+  EXPECT_GT(clipped[0], 0.01);  // the norm before clipping
+  EXPECT_EQ(losses(folder_ / "free")[0], losses(folder_ / "clipped")[0]);
+  EXPECT_NE(losses(folder_ / "free")[5], losses(folder_ / "clipped")[5]);
+}
+
+TEST_F(TrainTest, BeginsWithGivenWeights) {
+  train(config("first"), {});
+  const std::string weights = folder_ / "first/checkpoints/step-000012/model.safetensors";
+  train(config("second", {{"init", weights}, {"seed", "3"}}), {});
+  EXPECT_EQ(
+      losses(folder_ / "second", "validation_loss").front(),
+      losses(folder_ / "first", "validation_loss").back());
+}
+
+TEST_F(TrainTest, ALossThatIsNoNumberStopsAndKeepsTheLastGoodCheckpoint) {
+  const auto diverging = config(
+      "run",
+      {{"adamw-lr", "1e36"}, {"steps", "50"}, {"warmdown", "0"}, {"checkpoint-interval", "1"}});
+  const auto message = error_of<std::runtime_error>([&] { train(diverging, {}); });
+  EXPECT_NE(message.find("the loss is "), std::string::npos) << message;
+  EXPECT_NE(message.find("step "), std::string::npos);
+  const auto all = list_checkpoints(folder_ / "run");
+  ASSERT_FALSE(all.empty());
+  EXPECT_NE(message.find(all.back()), std::string::npos) << message;
+  EXPECT_EQ(damage(all.back()), "");
+}
+
+TEST_F(TrainTest, ADamagedCheckpointIsNamedAndTheOneBeforeOffered) {
+  train(config("run"), {});
+  std::filesystem::resize_file(folder_ / "run/checkpoints/step-000012/optimizer.safetensors", 99);
+  EXPECT_ERROR_SAYS(
+      open_run(folder_ / "run", {}), "step-000012' is damaged (optimizer.safetensors");
+  EXPECT_ERROR_SAYS(
+      open_run(folder_ / "run", {}), "--resume " + (folder_ / "run/checkpoints/step-000008"));
+  resume(open_run(folder_ / "run/checkpoints/step-000008", {}), {});
+  EXPECT_EQ(damage(folder_ / "run/checkpoints/step-000012"), "");
+}
+
+TEST_F(TrainTest, WrongInputIsRefusedBeforeAnythingIsWritten) {
+  const auto error = [&](const Settings& more) {
+    const auto message = error_of<std::exception>([&] { train(config("run", more), {}); });
+    EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << message;
+    return message;
+  };
+  EXPECT_NE(error({{"data", folder_ / "nowhere"}}).find("cannot be read"), std::string::npos);
+  EXPECT_NE(error({{"data", ""}}).find("--data"), std::string::npos);
+  EXPECT_NE(error({{"vocabulary", "63"}}).find("63"), std::string::npos);
+  EXPECT_NE(error({{"batch", "1000"}}).find("less than one batch"), std::string::npos);
+  EXPECT_NE(error({{"device", "cuda"}}).find("CUDA"), std::string::npos);
+  EXPECT_NE(error({{"device", "toaster"}}).find("toaster"), std::string::npos);
+}
+
+TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
+  train(config("run"), {});
+  const auto before = read_text(folder_ / "run/metrics.jsonl");
+  EXPECT_ERROR_SAYS(train(config("run"), {}), "holds a run already");
+  EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
+  const TemporaryFolder other;
+  write_shards(other.path(), 9000);
+  const auto moved = open_run(folder_ / "run/checkpoints/step-000004", {{"data", other.path()}});
+  EXPECT_NE(
+      error_of<std::exception>([&] { resume(moved, {}); }).find("not what the run began with"),
+      std::string::npos);
+  EXPECT_ERROR_SAYS(open_run(folder_.path(), {}), "holds no run");
+}
+
+// Resident memory in bytes.
+int64_t resident() {
+  std::ifstream file("/proc/self/statm");
+  int64_t total = 0, pages = 0;
+  file >> total >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+TEST_F(TrainTest, MemoryDoesNotGrowOver200Steps) {
+  std::vector<int64_t> sizes;
+  Listener listener;
+  listener.step = [&](const Progress&) { sizes.push_back(resident()); };
+  train(
+      config(
+          "run", {{"steps", "230"},
+                  {"warmdown", "0"},
+                  {"validation-interval", "20"},
+                  {"checkpoint-interval", "20"},
+                  {"keep", "1"}}),
+      listener);
+  ASSERT_EQ(sizes.size(), 230);
+  const int64_t early = *std::max_element(sizes.begin() + 20, sizes.begin() + 30);
+  const int64_t late = *std::max_element(sizes.end() - 10, sizes.end());
+  EXPECT_LT(late - early, 2 << 20);  // a leak of one weight a step would be 3 MB, of a batch 80 MB
+}
+
+}  // namespace
+}  // namespace train

@@ -1,0 +1,266 @@
+#include "train/checkpoint.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "train/files.h"
+#include "train/safetensors.h"
+
+namespace train {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::ordered_json;
+using torch::Tensor;
+using torch::optim::AdamWParamState;
+
+constexpr const char* kModelFile = "/model.safetensors";
+constexpr const char* kOptimizerFile = "/optimizer.safetensors";
+constexpr const char* kStateFile = "/state.json";
+constexpr const char* kTiedHead = "lm_head.weight";
+constexpr const char* kEmbedding = "transformer.wte.weight";
+
+// The head is the embedding; both names are written, for those who load them strictly.
+NamedTensors weights_of(const gpt::Model& model) {
+  NamedTensors weights;
+  for (const auto& item : model.named_parameters()) weights.emplace_back(item.key(), item.value());
+  weights.emplace_back(kTiedHead, model.named_parameters()[kEmbedding]);
+  return weights;
+}
+
+// Calls visit(name of the tensor in the file, tensor) for all that the optimizers remember of the
+// model's weights, which is made if it is not there yet.
+template <typename Visit>
+void for_each_buffer(const gpt::Model& model, group_muon::Optimizers& optimizers, Visit&& visit) {
+  const auto fresh = [](const Tensor& parameter) { return at::zeros_like(parameter); };
+  for (const auto& item : model.named_parameters()) {
+    const auto& [name, parameter] = item.pair();
+    void* identity = parameter.unsafeGetTensorImpl();
+    const auto owned_by = [&](torch::optim::Optimizer& optimizer) {
+      for (const auto& group : optimizer.param_groups()) {
+        for (const auto& owned : group.params()) {
+          if (owned.unsafeGetTensorImpl() == identity) return true;
+        }
+      }
+      return false;
+    };
+    if (owned_by(optimizers.adamw)) {
+      auto& slot = optimizers.adamw.state()[identity];
+      if (!slot) {
+        auto state = std::make_unique<AdamWParamState>();
+        state->step(0);
+        state->exp_avg(fresh(parameter));
+        state->exp_avg_sq(fresh(parameter));
+        slot = std::move(state);
+      }
+      auto& state = static_cast<AdamWParamState&>(*slot);
+      visit("adamw.exp_avg." + name, state.exp_avg());
+      visit("adamw.exp_avg_sq." + name, state.exp_avg_sq());
+    } else {
+      auto& slot = optimizers.muon.state()[identity];
+      if (!slot) {
+        auto state = std::make_unique<group_muon::GroupMuonParamState>();
+        state->momentum_buffer(fresh(parameter));
+        slot = std::move(state);
+      }
+      visit(
+          "muon.momentum." + name,
+          static_cast<group_muon::GroupMuonParamState&>(*slot).momentum_buffer());
+    }
+  }
+}
+
+void set_steps(group_muon::Optimizers& optimizers, int64_t step) {
+  for (auto& [identity, state] : optimizers.adamw.state()) {
+    static_cast<AdamWParamState&>(*state).step(step);
+  }
+  for (auto& [identity, state] : optimizers.muon.state()) {
+    static_cast<group_muon::GroupMuonParamState&>(*state).step(step);
+  }
+}
+
+void copy_into(
+    const Tensor& to, const std::map<std::string, Tensor>& from, const std::string& name,
+    const std::string& path) {
+  const auto found = from.find(name);
+  TORCH_CHECK_VALUE(found != from.end(), "'", path, "' has no ", name);
+  TORCH_CHECK_VALUE(
+      found->second.sizes() == to.sizes(), "'", path, "': ", name, " should have the shape ",
+      to.sizes(), ", not ", found->second.sizes());
+  const torch::NoGradGuard no_grad;
+  to.copy_(found->second);
+}
+
+ordered_json read_json(const std::string& path) {
+  const auto json = ordered_json::parse(read_text(path), nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: no JSON");
+  return json;
+}
+
+}  // namespace
+
+std::string save_checkpoint(
+    const std::string& run, const gpt::Model& model, group_muon::Optimizers& optimizers,
+    const TrainerState& state) {
+  char name[32];
+  std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
+  const std::string folder = run + "/checkpoints";
+  const std::string path = folder + "/" + name, temporary = folder + "/writing-" + name;
+  fs::create_directories(folder);
+  fs::remove_all(temporary);
+  try {
+    fs::create_directory(temporary);
+    ordered_json files;
+    const auto write = [&](const char* file_name, const NamedTensors& tensors) {
+      OutputFile file(temporary + file_name);
+      save_tensors(file, tensors, {{"format", "pt"}, {"step", std::to_string(state.step)}});
+      file.sync();
+      files[file_name + 1] = {{"bytes", file.bytes()}, {"crc32c", file.crc()}};
+    };
+    write(kModelFile, weights_of(model));
+    NamedTensors buffers;
+    for_each_buffer(model, optimizers, [&](const std::string& buffer, const Tensor& tensor) {
+      buffers.emplace_back(buffer, tensor);
+    });
+    write(kOptimizerFile, buffers);
+    ordered_json json = {
+        {"version", 1},
+        {"step", state.step},
+        {"seconds", state.seconds},
+        {"validation_loss", nullptr},
+        {"training_tokens", state.training_tokens},
+        {"data_crc32c", state.data_crc},
+        {"files", files}};
+    if (state.validation_loss) json["validation_loss"] = *state.validation_loss;
+    replace_file(temporary + kStateFile, json.dump(2) + "\n");
+    sync_folder(temporary);
+    fs::remove_all(path);  // of the same step, by a run that was resumed from before it
+    fs::rename(temporary, path);
+    sync_folder(folder);
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove_all(temporary, ignored);
+    throw;
+  }
+  return path;
+}
+
+Place locate(const std::string& path) {
+  fs::path run = fs::path(path).lexically_normal();
+  if (!run.has_filename()) run = run.parent_path();
+  std::string checkpoint;
+  if (run.parent_path().filename() == "checkpoints") {
+    checkpoint = run.string();
+    run = run.parent_path().parent_path();
+    if (run.empty()) run = ".";
+  }
+  TORCH_CHECK_VALUE(
+      fs::exists(run / "config.toml"), "'", path, "' holds no run (there is no config.toml)");
+  TORCH_CHECK_VALUE(
+      checkpoint.empty() || fs::exists(checkpoint), "there is no checkpoint '", checkpoint, "'");
+  return {run.string(), checkpoint};
+}
+
+std::vector<std::string> list_checkpoints(const std::string& run) {
+  std::vector<std::pair<int64_t, std::string>> found;
+  std::error_code missing;
+  for (const auto& entry : fs::directory_iterator(run + "/checkpoints", missing)) {
+    long long step = 0;
+    if (std::sscanf(entry.path().filename().c_str(), "step-%lld", &step) == 1) {
+      found.emplace_back(step, entry.path().string());
+    }
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<std::string> paths;
+  for (auto& [step, path] : found) paths.push_back(std::move(path));
+  return paths;
+}
+
+std::string best_checkpoint(const std::vector<std::string>& checkpoints) {
+  std::string best;
+  double lowest = INFINITY;
+  for (const auto& path : checkpoints) {
+    if (!fs::exists(path + kStateFile)) continue;
+    const auto loss = read_state(path).validation_loss;
+    if (!loss || *loss >= lowest) continue;
+    lowest = *loss;
+    best = path;
+  }
+  return best;
+}
+
+void prune_checkpoints(const std::string& run, int64_t keep) {
+  const auto all = list_checkpoints(run);
+  const std::string best = best_checkpoint(all);
+  for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) {
+    if (all[i] != best) fs::remove_all(all[i]);
+  }
+  std::vector<fs::path> unfinished;  // of a process that was killed
+  for (const auto& entry : fs::directory_iterator(run + "/checkpoints")) {
+    if (entry.path().filename().string().rfind("writing-", 0) == 0) unfinished.push_back(entry);
+  }
+  for (const auto& path : unfinished) fs::remove_all(path);
+}
+
+std::string damage(const std::string& checkpoint) {
+  try {
+    const auto json = read_json(checkpoint + kStateFile);
+    for (const auto& [name, facts] : json.at("files").items()) {
+      const std::string path = checkpoint + "/" + name;
+      if (!fs::exists(path)) return name + " is missing";
+      if (fs::file_size(path) != facts.at("bytes").get<uint64_t>())
+        return name + " has another size";
+      if (crc32c_of_file(path) != facts.at("crc32c").get<uint32_t>()) {
+        return name + " has another checksum";
+      }
+    }
+    read_state(checkpoint);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TrainerState read_state(const std::string& checkpoint) {
+  const auto json = read_json(checkpoint + kStateFile);
+  TORCH_CHECK_VALUE(
+      json.at("version") == 1, "'", checkpoint, "' was written by a newer version of group-muon");
+  TrainerState state;
+  json.at("step").get_to(state.step);
+  json.at("seconds").get_to(state.seconds);
+  if (!json.at("validation_loss").is_null()) {
+    state.validation_loss = json.at("validation_loss").get<double>();
+  }
+  json.at("training_tokens").get_to(state.training_tokens);
+  json.at("data_crc32c").get_to(state.data_crc);
+  return state;
+}
+
+void load_weights(const std::string& path, gpt::Model& model) {
+  const std::string file = fs::is_directory(path) ? path + kModelFile : path;
+  const auto tensors = load_tensors(file);
+  for (const auto& item : model.named_parameters()) {
+    copy_into(item.value(), tensors, item.key(), file);
+  }
+}
+
+TrainerState load_checkpoint(
+    const std::string& checkpoint, gpt::Model& model, group_muon::Optimizers& optimizers) {
+  const auto state = read_state(checkpoint);
+  load_weights(checkpoint, model);
+  const auto tensors = load_tensors(checkpoint + kOptimizerFile);
+  for_each_buffer(model, optimizers, [&](const std::string& name, const Tensor& tensor) {
+    copy_into(tensor, tensors, name, checkpoint + kOptimizerFile);
+  });
+  set_steps(optimizers, state.step);
+  return state;
+}
+
+}  // namespace train

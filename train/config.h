@@ -1,0 +1,137 @@
+#pragma once
+// What a training run is: every option once, with default, help, and its place in a TOML file. The
+// same names are the flags of `group-muon train`.
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "gpt/model.h"
+#include "group_muon/assemble.h"
+
+namespace train {
+
+/// Defaults are the paper's setting (GPT-2 Small); see configs/gpt2-paper.toml.
+struct Config {
+  // model
+  int64_t layers = 12;
+  int64_t heads = 12;
+  int64_t kv_heads = 0;
+  int64_t width = 768;
+  int64_t context = 1024;
+  int64_t vocabulary = 0;
+  std::string precision = "bf16";
+  std::string init;
+  // data
+  std::string data;
+  int64_t batch = 512;
+  int64_t micro_batch = 0;
+  // muon
+  std::string qkv = "three-way";
+  std::string qk_group = "6:random";
+  std::string k_group;
+  std::string v_group = "all";
+  bool share_qk = false;
+  double muon_lr = 3.6e-4;
+  double momentum = 0.95;
+  bool nesterov = true;
+  bool average = false;
+  double muon_weight_decay = 0;
+  std::string method = "newton_schulz";
+  std::string coefficients = "quintic";
+  int64_t iterations = 5;
+  std::string muon_precision = "bfloat16";
+  double eps = 1e-7;
+  bool relative_eps = true;
+  std::string base_scale = "sqrt_max";
+  std::string transfer = "same";
+  std::string reference = "segment";
+  // adamw
+  double adamw_lr = 3.6e-3;
+  double adamw_beta1 = 0.9;
+  double adamw_beta2 = 0.95;
+  double adamw_eps = 1e-8;
+  double adamw_weight_decay = 0;
+  // schedule
+  int64_t steps = 6200;
+  int64_t warmup = 0;
+  int64_t warmdown = 1800;
+  double clip = 0;
+  int64_t seed = 0;
+  // validation
+  int64_t validation_interval = 125;
+  int64_t validation_tokens = 10485760;
+  std::string validation_precision = "fp32";
+  // run
+  std::string out;
+  int64_t checkpoint_interval = 1000;
+  int64_t keep = 2;
+  int64_t log_interval = 10;
+  std::string device = "cpu";
+  int64_t threads = 0;
+
+  bool operator==(const Config&) const = default;
+};
+
+/// What becomes of a run that is resumed with another value.
+enum class OnChange {
+  kRefused,   // it would be another run
+  kRounding,  // the same run up to rounding
+  kFree,      // the same run to the bit
+};
+
+using Member =
+    std::variant<int64_t Config::*, double Config::*, bool Config::*, std::string Config::*>;
+
+struct Key {
+  const char* section;
+  const char* name;
+  Member member;
+  const char* help;
+  OnChange on_change = OnChange::kRefused;
+};
+
+/// All keys, in the order of a file.
+const std::vector<Key>& config_keys();
+
+/// The key of that name, or an error with the nearest name.
+const Key& find_key(std::string_view name);
+
+/// Keys and texts as given on a command line or in a file, in order.
+using Settings = std::vector<std::pair<std::string, std::string>>;
+
+/// What a TOML file says: tables are sections, keys are those of config_keys().
+Settings read_settings(const std::string& path);
+
+/// Sets a key from text, or throws an error that names it.
+void set(Config& config, const Key& key, const std::string& text);
+std::string get(const Config& config, const Key& key);
+
+/// The config with these settings; the later ones win. With packed QKV, qk-group is `all` unless set.
+Config configure(const Settings& settings, Config config = {});
+
+/// The config of a run being resumed with these settings. Refuses, by name, those that differ and
+/// would make it another run; adds to `notes` those that change rounding.
+Config reconfigure(const Config& config, const Settings& settings, std::vector<std::string>& notes);
+
+/// All keys with sections and help, as a TOML file.
+std::string to_toml(const Config& config);
+
+/// Refuses values that make no sense, naming key and value.
+void check(const Config& config);
+
+gpt::ModelShape model_shape(const Config& config);
+torch::ScalarType matmul_precision(const std::string& name);
+group_muon::AssembleOptions optimizer_options(const Config& config);
+
+/// The factor on both learning rates at 0-based step t: rising over `warmup` steps, 1, and falling
+/// linearly over the last `warmdown` steps.
+double lr_factor(const Config& config, int64_t step);
+
+/// The candidate with the fewest edits, or "" if none is near.
+std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
+
+}  // namespace train

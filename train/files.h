@@ -1,0 +1,48 @@
+#pragma once
+// Writing files so that a crash or a full disk leaves either the old or the new one, whole.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace train {
+
+/// CRC-32C of `bytes` after those that gave `crc`; 0 to begin with.
+uint32_t crc32c(uint32_t crc, const void* bytes, size_t count);
+
+/// The CRC-32C of a whole file.
+uint32_t crc32c_of_file(const std::string& path);
+
+/// A file being written. What goes wrong, a full disk too, is an error that names the file.
+class OutputFile {
+ public:
+  explicit OutputFile(const std::string& path, bool append = false);
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  void write(const void* bytes, size_t count);
+  void write(std::string_view text) { write(text.data(), text.size()); }
+  /// To the disk itself; after this a crash of the machine does not lose it.
+  void sync();
+
+  int64_t bytes() const { return bytes_; }
+  uint32_t crc() const { return crc_; }
+
+ private:
+  std::string path_;
+  int descriptor_;
+  int64_t bytes_ = 0;
+  uint32_t crc_ = 0;
+};
+
+/// Puts `text` in the file's place: written beside it, synced, renamed.
+void replace_file(const std::string& path, std::string_view text);
+
+/// Makes renames within the folder last.
+void sync_folder(const std::string& folder);
+
+std::string read_text(const std::string& path);
+
+}  // namespace train

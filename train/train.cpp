@@ -1,0 +1,441 @@
+#include "train/train.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "gpt/shards.h"
+#include "gpt/tokenizer.h"
+#include "train/checkpoint.h"
+#include "train/files.h"
+#include "train/machine.h"
+#include "train/metrics.h"
+
+namespace train {
+namespace {
+
+namespace fs = std::filesystem;
+using torch::Tensor;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kMicroBatchTokens = 4096;
+constexpr int64_t kGpt2Vocabulary = 50257;
+constexpr const char* kVocabularyFile = "/vocabulary.tiktoken";
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Ends a step or a validation from within; nothing of it counts.
+struct Stop {};
+
+// Weights of one kind, whose norms are reported together.
+struct WeightKind {
+  std::string name;
+  std::vector<Tensor> weights;
+};
+
+std::vector<WeightKind> kinds_of(const gpt::Model& model) {
+  std::vector<WeightKind> kinds = {
+      {"embedding", {}}, {"qkv", {}}, {"attention_output", {}}, {"mlp", {}}};
+  for (const auto& item : model.named_parameters()) {
+    const auto& name = item.key();
+    const auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
+    const size_t kind = has("wte") ? 0 : has("attn.c_attn") ? 1 : has("attn.c_proj") ? 2 : 3;
+    kinds[kind].weights.push_back(item.value());
+  }
+  return kinds;
+}
+
+double norm_of(const std::vector<Tensor>& tensors) {
+  return at::stack(at::_foreach_norm(tensors)).norm().item<double>();
+}
+
+using Values = std::vector<std::pair<std::string, double>>;
+
+// Adds "PREFIX/kind" for every kind and "PREFIX" for all to `values`; returns the latter.
+template <typename TensorOf>
+double add_norms(
+    Values& values, const std::string& prefix, const std::vector<WeightKind>& kinds,
+    TensorOf&& tensor_of) {
+  double squares = 0;
+  for (const auto& kind : kinds) {
+    std::vector<Tensor> tensors;
+    for (const auto& weight : kind.weights) tensors.push_back(tensor_of(weight));
+    const double norm = norm_of(tensors);
+    values.emplace_back(prefix + "/" + kind.name, norm);
+    squares += norm * norm;
+  }
+  values.emplace_back(prefix, std::sqrt(squares));
+  return std::sqrt(squares);
+}
+
+torch::Device device_of(const Config& config) {
+  const torch::Device device(config.device);
+  TORCH_CHECK_VALUE(
+      !device.is_cuda() || at::hasCUDA(), "device = ", config.device,
+      ": the torch this program was built with has no CUDA, or finds no GPU");
+  return device;
+}
+
+// Sizes that depend on the data or on other sizes.
+Config resolved(Config config) {
+  check(config);
+  TORCH_CHECK_VALUE(
+      !config.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
+  for (auto* path : {&config.data, &config.init}) {  // a run may be resumed from elsewhere
+    if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
+  }
+  if (config.vocabulary == 0) {
+    const std::string file = config.data + kVocabularyFile;
+    config.vocabulary =
+        fs::exists(file) ? gpt::Vocabulary::from_tiktoken(file).size() : kGpt2Vocabulary;
+  }
+  if (config.micro_batch == 0) {
+    config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
+  }
+  if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
+  return config;
+}
+
+// One run: everything that lives as long as it does.
+class Trainer {
+ public:
+  Trainer(const Config& config, const Listener& listener);
+  /// Empty: from the beginning.
+  Outcome run(const std::string& checkpoint);
+
+ private:
+  double accumulate_gradients();
+  void train_step(MetricsLog& metrics);
+  double validate();
+  Tensor tokens_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const;
+  std::string save();
+  void report(const char* stage, double part);
+  void check_stop() const;
+  bool is_due(int64_t interval) const {
+    return state_.step == config_.steps || (interval > 0 && state_.step % interval == 0);
+  }
+
+  Config config_;
+  const Listener& listener_;
+  torch::Device device_;
+  gpt::TokenStream training_, validation_;
+  gpt::SequenceOrder order_;
+  int64_t validation_windows_;
+  gpt::Model model_;
+  group_muon::Optimizers optimizers_;
+  std::vector<WeightKind> kinds_;
+  double peak_;
+  TrainerState state_;
+  Progress progress_;
+  std::vector<double> recent_seconds_;  // of the last steps
+};
+
+Trainer::Trainer(const Config& config, const Listener& listener)
+    : config_(config),
+      listener_(listener),
+      device_(device_of(config)),
+      training_(config.data, "train", config.vocabulary),
+      validation_(config.data, "val", config.vocabulary),
+      order_(training_.size(), config.context, static_cast<uint64_t>(config.seed)),
+      validation_windows_(gpt::SequenceOrder(validation_.size(), config.context, 0).windows()),
+      model_(
+          model_shape(config), matmul_precision(config.precision),
+          static_cast<uint64_t>(config.seed)),
+      // Moved before the optimizers take its weights.
+      optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
+      kinds_(kinds_of(model_)),
+      peak_(gemm_peak(matmul_precision(config.precision), device_)) {
+  TORCH_CHECK_VALUE(
+      order_.windows() >= config.batch, "the training data in '", config.data, "' has ",
+      training_.size(), " tokens, which is less than one batch of ", config.batch, " × ",
+      config.context);
+  const int64_t wanted = std::max<int64_t>(1, config.validation_tokens / config.context);
+  if (wanted > validation_windows_ && listener_.note) {
+    listener_.note(
+        c10::str(
+            "the validation data has ", validation_.size(),
+            " tokens, fewer than validation-tokens = ", config.validation_tokens,
+            ": all of it is used"));
+  }
+  validation_windows_ = std::min(wanted, validation_windows_);
+  std::vector<int64_t> head(std::min<int64_t>(training_.size(), 65536));
+  training_.read(0, static_cast<int64_t>(head.size()), head.data());
+  state_.training_tokens = training_.size();
+  state_.data_crc = crc32c(0, head.data(), head.size() * sizeof(int64_t));
+}
+
+// [sequences, context + 1]: tokens and, moved by one, targets.
+Tensor Trainer::tokens_at(
+    const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const {
+  const int64_t length = config_.context + 1;
+  const Tensor tokens = at::empty({static_cast<int64_t>(starts.size()), length}, at::kLong);
+  auto* row = tokens.data_ptr<int64_t>();
+  for (const int64_t start : starts) {
+    stream.read(start, length, row);
+    row += length;
+  }
+  return tokens.to(device_);
+}
+
+Tensor loss_of(gpt::Model& model, const Tensor& tokens) {
+  const int64_t context = tokens.size(1) - 1;
+  return model.loss(tokens.narrow(1, 0, context), tokens.narrow(1, 1, context));
+}
+
+void Trainer::check_stop() const {
+  if (listener_.stop_wanted && listener_.stop_wanted()) throw Stop{};
+}
+
+// The mean loss of a batch, whose gradients are left in the weights. It does not matter how the batch
+// is cut up, but for rounding.
+double Trainer::accumulate_gradients() {
+  double mean = 0;
+  const int64_t first = state_.step * config_.batch;
+  for (int64_t done = 0; done < config_.batch;) {
+    check_stop();
+    const int64_t count = std::min(config_.micro_batch, config_.batch - done);
+    std::vector<int64_t> starts;
+    for (int64_t i = 0; i < count; ++i) starts.push_back(order_.start_of(first + done + i));
+    const double share = static_cast<double>(count) / static_cast<double>(config_.batch);
+    const Tensor loss = loss_of(model_, tokens_at(training_, starts)) * share;
+    loss.backward();
+    mean += loss.item<double>();
+    done += count;
+    report("step", static_cast<double>(done) / static_cast<double>(config_.batch));
+  }
+  return mean;
+}
+
+void Trainer::train_step(MetricsLog& metrics) {
+  const auto start = Clock::now();
+  const double factor = lr_factor(config_, state_.step);
+  for (auto& group : optimizers_.adamw.param_groups()) {
+    group.options().set_lr(config_.adamw_lr * factor);
+  }
+  for (auto& group : optimizers_.muon.param_groups()) {
+    group.options().set_lr(config_.muon_lr * factor);
+  }
+  optimizers_.zero_grad();
+  const double loss = accumulate_gradients();
+
+  Values values = {{"loss", loss}, {"lr_factor", factor}};
+  const double norm = add_norms(
+      values, "gradient_norm", kinds_, [](const Tensor& weight) { return weight.grad(); });
+  TORCH_CHECK(
+      std::isfinite(loss) && std::isfinite(norm), "step ", state_.step + 1, ": the loss is ", loss,
+      " and the gradient's norm ", norm,
+      "; the run cannot go on. A lower learning rate, --warmup or "
+      "--clip may help");
+  const torch::NoGradGuard no_grad;
+  const auto weights = model_.parameters();
+  if (config_.clip > 0 && norm > config_.clip) {
+    for (const auto& weight : weights) weight.grad().mul_(config_.clip / norm);
+  }
+  std::map<void*, Tensor> updates;
+  for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()] = weight.clone();
+  optimizers_.step();
+  for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()].sub_(weight);
+  add_norms(values, "update_norm", kinds_, [&](const Tensor& weight) {
+    return updates.at(weight.unsafeGetTensorImpl());
+  });
+
+  const double seconds = seconds_since(start);
+  state_.step += 1;
+  state_.seconds += seconds;
+  state_.validation_loss.reset();
+  progress_.loss = loss;
+  recent_seconds_.push_back(seconds);
+  if (recent_seconds_.size() > 20) recent_seconds_.erase(recent_seconds_.begin());
+  report("step", 0);
+  values.emplace_back("tokens", static_cast<double>(state_.step * config_.batch * config_.context));
+  values.emplace_back("seconds", state_.seconds);
+  values.emplace_back("tokens_per_second", progress_.tokens_per_second);
+  metrics.write(state_.step, values);
+  if (listener_.step) listener_.step(progress_);
+}
+
+// Fills in the progress after `part` of the next step, and tells the listener.
+void Trainer::report(const char* stage, double part) {
+  progress_.stage = stage;
+  progress_.step = static_cast<double>(state_.step);
+  if (stage[0] == 'v') {
+    progress_.fraction = part;
+  } else {
+    progress_.step += part;
+    progress_.fraction = progress_.step / static_cast<double>(config_.steps);
+  }
+  if (!recent_seconds_.empty()) {
+    double seconds = 0;
+    for (const double step : recent_seconds_) seconds += step;
+    seconds /= static_cast<double>(recent_seconds_.size());
+    progress_.tokens_per_second = static_cast<double>(config_.batch * config_.context) / seconds;
+    progress_.peak_fraction =
+        progress_.tokens_per_second * gpt::training_flops_per_token(model_.shape()) / peak_;
+    progress_.seconds_left = (static_cast<double>(config_.steps) - progress_.step) * seconds;
+  }
+  if (listener_.progress) listener_.progress(progress_);
+}
+
+double Trainer::validate() {
+  const torch::NoGradGuard no_grad;
+  model_.set_precision(matmul_precision(config_.validation_precision));
+  double sum = 0;
+  for (int64_t done = 0; done < validation_windows_;) {
+    check_stop();
+    const int64_t count = std::min(config_.micro_batch, validation_windows_ - done);
+    std::vector<int64_t> starts;
+    for (int64_t i = 0; i < count; ++i) starts.push_back((done + i) * config_.context);
+    sum +=
+        loss_of(model_, tokens_at(validation_, starts)).item<double>() * static_cast<double>(count);
+    done += count;
+    report("validating", static_cast<double>(done) / static_cast<double>(validation_windows_));
+  }
+  model_.set_precision(matmul_precision(config_.precision));
+  return sum / static_cast<double>(validation_windows_);
+}
+
+std::string Trainer::save() {
+  const std::string path = save_checkpoint(config_.out, model_, optimizers_, state_);
+  prune_checkpoints(config_.out, config_.keep);
+  if (listener_.checkpoint) listener_.checkpoint(path);
+  return path;
+}
+
+Outcome Trainer::run(const std::string& checkpoint) {
+  Outcome outcome;
+  if (!checkpoint.empty()) {
+    const auto saved = load_checkpoint(checkpoint, model_, optimizers_);
+    TORCH_CHECK_VALUE(
+        saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
+        "the training data in '", config_.data, "' is not what the run began with");
+    state_ = saved;
+    outcome.checkpoint = checkpoint;
+  } else if (!config_.init.empty()) {
+    load_weights(config_.init, model_);
+  }
+  MetricsLog metrics(config_.out, state_.step);
+  int64_t saved_step = checkpoint.empty() ? -1 : state_.step;
+  const auto save_here = [&] {
+    if (saved_step == state_.step) return;
+    outcome.checkpoint = save();
+    saved_step = state_.step;
+  };
+  try {
+    for (;;) {
+      if (is_due(config_.validation_interval) && !state_.validation_loss) {
+        const double loss = validate();
+        state_.validation_loss = loss;
+        metrics.write(state_.step, {{"validation_loss", loss}});
+        if (listener_.validation) listener_.validation(state_.step, loss);
+      }
+      if (state_.step > 0 && is_due(config_.checkpoint_interval)) save_here();
+      if (state_.step == config_.steps) break;
+      train_step(metrics);
+    }
+  } catch (const Stop&) {
+    outcome.stopped = true;
+    save_here();
+  }
+  outcome.step = state_.step;
+  outcome.validation_loss = state_.validation_loss.value_or(NAN);
+  return outcome;
+}
+
+// An error of a run, with where it can go on from.
+Outcome run_or_say_where(Trainer& trainer, const std::string& run, const std::string& checkpoint) {
+  const auto hint = [&] {
+    const auto all = list_checkpoints(run);
+    return all.empty() ? std::string(". There is no checkpoint")
+                       : ". The last checkpoint is whole: " + all.back();
+  };
+  try {
+    return trainer.run(checkpoint);
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(error.what_without_backtrace() + hint());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(error.what() + hint());
+  }
+}
+
+// The newest checkpoint, checked; if it is damaged, the error offers the newest that is not.
+std::string newest_whole(const std::string& run) {
+  const auto all = list_checkpoints(run);
+  if (all.empty()) return "";
+  const std::string why = damage(all.back());
+  if (why.empty()) return all.back();
+  std::string offer = "there is none before it; begin again with another --out";
+  for (size_t i = all.size() - 1; i-- > 0;) {
+    if (!damage(all[i]).empty()) continue;
+    offer = "one before it is whole; go on from there with --resume " + all[i];
+    break;
+  }
+  TORCH_CHECK_VALUE(false, "checkpoint '", all.back(), "' is damaged (", why, "); ", offer);
+}
+
+void record_start(const Config& config) {
+  replace_file(config.out + "/config.toml", to_toml(config));
+  auto facts = machine_facts();
+  facts["time"] = std::chrono::duration_cast<std::chrono::seconds>(
+                      std::chrono::system_clock::now().time_since_epoch())
+                      .count();
+  OutputFile(config.out + "/machine.jsonl", /*append=*/true).write(facts.dump() + "\n");
+}
+
+}  // namespace
+
+Outcome train(const Config& given, const Listener& listener) {
+  const Config config = resolved(given);
+  TORCH_CHECK_VALUE(
+      !fs::exists(config.out + "/config.toml"), "'", config.out,
+      "' holds a run already; go on with it with --resume ", config.out, ", or give another --out");
+  at::set_num_threads(static_cast<int>(config.threads));
+  Trainer trainer(config, listener);
+  fs::create_directories(config.out);
+  if (fs::exists(config.data + kVocabularyFile)) {
+    fs::copy_file(
+        config.data + kVocabularyFile, config.out + kVocabularyFile,
+        fs::copy_options::overwrite_existing);
+  }
+  record_start(config);
+  return run_or_say_where(trainer, config.out, "");
+}
+
+Run open_run(const std::string& path, const Settings& settings) {
+  const auto place = locate(path);
+  Run run;
+  Config saved = configure(read_settings(place.run + "/config.toml"));
+  saved.out = place.run;  // it may have been moved
+  run.config = resolved(reconfigure(saved, settings, run.notes));
+  if (place.checkpoint.empty()) {
+    run.checkpoint = newest_whole(place.run);
+  } else {
+    const std::string why = damage(place.checkpoint);
+    TORCH_CHECK_VALUE(why.empty(), "checkpoint '", place.checkpoint, "' is damaged (", why, ")");
+    run.checkpoint = place.checkpoint;
+  }
+  run.notes.push_back(
+      run.checkpoint.empty() ? "there is no checkpoint yet: the run begins anew"
+                             : "going on from " + run.checkpoint);
+  return run;
+}
+
+Outcome resume(const Run& run, const Listener& listener) {
+  if (listener.note) {
+    for (const auto& note : run.notes) listener.note(note);
+  }
+  at::set_num_threads(static_cast<int>(run.config.threads));
+  Trainer trainer(run.config, listener);
+  record_start(run.config);
+  return run_or_say_where(trainer, run.config.out, run.checkpoint);
+}
+
+}  // namespace train

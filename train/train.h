@@ -1,0 +1,58 @@
+#pragma once
+// The training loop: batches → gradients → both optimizers → metrics, validations, checkpoints.
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "train/config.h"
+
+namespace train {
+
+/// How far a run is.
+struct Progress {
+  const char* stage = "";  // "step" or "validating"
+  double step = 0;         // steps done, a part of one too
+  double fraction = 0;     // of the run, or of the validation
+  double loss = 0;         // of the last step
+  double tokens_per_second = 0;
+  double peak_fraction = 0;  // the model's arithmetic, as part of what a matrix product reaches
+  double seconds_left = 0;
+};
+
+/// How a run tells what happens. All may be left empty.
+struct Listener {
+  std::function<void(const Progress&)> progress = {};  // often
+  std::function<void(const Progress&)> step = {};      // after every step
+  std::function<void(int64_t step, double loss)> validation = {};
+  std::function<void(const std::string& path)> checkpoint = {};
+  std::function<void(const std::string& text)> note = {};
+  std::function<bool()> stop_wanted = {};  // asked often; true: save a checkpoint and return
+};
+
+struct Outcome {
+  int64_t step = 0;
+  bool stopped = false;  // before the last step
+  double validation_loss = 0;
+  std::string checkpoint;
+};
+
+/// A run on disk that can go on.
+struct Run {
+  Config config;                   // config.out is its folder
+  std::string checkpoint;          // where it goes on from; empty: from the beginning
+  std::vector<std::string> notes;  // what one should know
+};
+
+/// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
+/// `settings` may change what does not make it another run.
+Run open_run(const std::string& path, const Settings& settings);
+
+/// A new run in config.out, which should not hold one already.
+Outcome train(const Config& config, const Listener& listener);
+
+/// Goes on with a run as if it had never been stopped.
+Outcome resume(const Run& run, const Listener& listener);
+
+}  // namespace train

@@ -109,15 +109,16 @@ Config resolved(Config config) {
 class Trainer {
  public:
   Trainer(const Config& config, const Listener& listener);
-  /// Empty: from the beginning.
-  Outcome run(const std::string& checkpoint);
+  /// Takes up a checkpoint; empty: the beginning.
+  void start(const std::string& checkpoint);
+  Outcome run();
 
  private:
   double accumulate_gradients();
   void train_step(MetricsLog& metrics);
   double validate();
   Tensor tokens_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const;
-  std::string save();
+  void save();
   void report(const char* stage, double part);
   void check_stop() const;
   bool is_due(int64_t interval) const {
@@ -135,6 +136,7 @@ class Trainer {
   std::vector<WeightKind> kinds_;
   double peak_;
   TrainerState state_;
+  std::string last_checkpoint_;
   Progress progress_;
   std::vector<double> recent_seconds_;  // of the last steps
 };
@@ -303,32 +305,34 @@ double Trainer::validate() {
   return sum / static_cast<double>(validation_windows_);
 }
 
-std::string Trainer::save() {
-  const std::string path = save_checkpoint(config_.out, model_, optimizers_, state_);
+void Trainer::save() {
+  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizers_, state_);
   prune_checkpoints(config_.out, config_.keep);
-  if (listener_.checkpoint) listener_.checkpoint(path);
-  return path;
+  if (listener_.checkpoint) listener_.checkpoint(last_checkpoint_);
 }
 
-Outcome Trainer::run(const std::string& checkpoint) {
-  Outcome outcome;
-  if (!checkpoint.empty()) {
-    const auto saved = load_checkpoint(checkpoint, model_, optimizers_);
-    TORCH_CHECK_VALUE(
-        saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
-        "the training data in '", config_.data, "' is not what the run began with");
-    state_ = saved;
-    outcome.checkpoint = checkpoint;
-  } else if (!config_.init.empty()) {
-    load_weights(config_.init, model_);
+void Trainer::start(const std::string& checkpoint) {
+  if (checkpoint.empty()) {
+    if (!config_.init.empty()) load_weights(config_.init, model_);
+    return;
   }
+  const auto saved = load_checkpoint(checkpoint, model_, optimizers_);
+  TORCH_CHECK_VALUE(
+      saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
+      "the training data in '", config_.data, "' is not what the run began with");
+  state_ = saved;
+  last_checkpoint_ = checkpoint;
+}
+
+Outcome Trainer::run() {
   MetricsLog metrics(config_.out, state_.step);
-  int64_t saved_step = checkpoint.empty() ? -1 : state_.step;
+  int64_t saved_step = last_checkpoint_.empty() ? -1 : state_.step;
   const auto save_here = [&] {
     if (saved_step == state_.step) return;
-    outcome.checkpoint = save();
+    save();
     saved_step = state_.step;
   };
+  Outcome outcome;
   try {
     for (;;) {
       if (is_due(config_.validation_interval) && !state_.validation_loss) {
@@ -346,19 +350,20 @@ Outcome Trainer::run(const std::string& checkpoint) {
     save_here();
   }
   outcome.step = state_.step;
+  outcome.checkpoint = last_checkpoint_;
   outcome.validation_loss = state_.validation_loss.value_or(NAN);
   return outcome;
 }
 
 // An error of a run, with where it can go on from.
-Outcome run_or_say_where(Trainer& trainer, const std::string& run, const std::string& checkpoint) {
+Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   const auto hint = [&] {
     const auto all = list_checkpoints(run);
     return all.empty() ? std::string(". There is no checkpoint")
                        : ". The last checkpoint is whole: " + all.back();
   };
   try {
-    return trainer.run(checkpoint);
+    return trainer.run();
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace() + hint());
   } catch (const std::exception& error) {
@@ -399,6 +404,7 @@ Outcome train(const Config& given, const Listener& listener) {
       "' holds a run already; go on with it with --resume ", config.out, ", or give another --out");
   at::set_num_threads(static_cast<int>(config.threads));
   Trainer trainer(config, listener);
+  trainer.start("");
   fs::create_directories(config.out);
   if (fs::exists(config.data + kVocabularyFile)) {
     fs::copy_file(
@@ -406,7 +412,7 @@ Outcome train(const Config& given, const Listener& listener) {
         fs::copy_options::overwrite_existing);
   }
   record_start(config);
-  return run_or_say_where(trainer, config.out, "");
+  return run_or_say_where(trainer, config.out);
 }
 
 Run open_run(const std::string& path, const Settings& settings) {
@@ -434,8 +440,9 @@ Outcome resume(const Run& run, const Listener& listener) {
   }
   at::set_num_threads(static_cast<int>(run.config.threads));
   Trainer trainer(run.config, listener);
+  trainer.start(run.checkpoint);
   record_start(run.config);
-  return run_or_say_where(trainer, run.config.out, run.checkpoint);
+  return run_or_say_where(trainer, run.config.out);
 }
 
 }  // namespace train

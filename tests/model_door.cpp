@@ -1,0 +1,30 @@
+// Loss and gradients of gpt::Model for weights and tokens from safetensors files, for tests that
+// hold them against plain PyTorch: model_door CONFIG WEIGHTS TOKENS OUT
+
+#include <cstdio>
+
+#include "train/checkpoint.h"
+#include "train/config.h"
+#include "train/safetensors.h"
+
+int main(int argc, char** argv) {
+  if (argc != 5) {
+    std::fprintf(stderr, "model_door CONFIG WEIGHTS TOKENS OUT\n");
+    return 2;
+  }
+  const auto config = train::configure(train::read_settings(argv[1]));
+  gpt::Model model(
+      train::model_shape(config), train::matmul_precision(config.precision), /*seed=*/0);
+  train::load_weights(argv[2], model);
+  const auto tokens = train::load_tensors(argv[3]).at("tokens");
+  const auto loss = model.loss(
+      tokens.narrow(1, 0, tokens.size(1) - 1), tokens.narrow(1, 1, tokens.size(1) - 1));
+  loss.backward();
+  train::NamedTensors out = {{"loss", loss}};
+  for (const auto& item : model.named_parameters()) {
+    out.emplace_back(item.key(), item.value().grad());
+  }
+  train::OutputFile file(argv[4]);
+  train::save_tensors(file, out, {});
+  return 0;
+}

@@ -1,0 +1,601 @@
+"""group-muon train and sample, the program itself: right numbers, and hard to break."""
+
+import json
+import math
+import os
+import pathlib
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import numpy
+import pytest
+import torch
+from reference_gpt import Gpt, batch_at, muon_step, read_tokens
+from safetensors.torch import load_file, save_file
+
+import group_muon
+
+PROGRAM = os.environ["GROUP_MUON"]
+DOOR = os.environ["MODEL_DOOR"]
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = {
+    "layers": 2,
+    "heads": 4,
+    "width": 32,
+    "context": 16,
+    "batch": 8,
+    "steps": 12,
+    "warmdown": 4,
+    "validation-interval": 4,
+    "validation-tokens": 512,
+    "checkpoint-interval": 4,
+    "qk-group": "2:random",
+    "muon-lr": 1e-3,
+    "threads": 1,
+}
+
+
+def write_shard(path, tokens):
+    header = numpy.zeros(256, dtype=numpy.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + numpy.asarray(tokens, dtype=numpy.uint16).tobytes())
+
+
+def random_walk(count, vocabulary=64, seed=0):
+    steps = numpy.random.default_rng(seed).integers(0, 3, count)
+    return numpy.cumsum(steps) % vocabulary
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "train_000000.bin", random_walk(20000))
+    write_shard(folder / "val_000000.bin", random_walk(3000, seed=1))
+    return folder
+
+
+def arguments(data, out, **options):
+    options = {"data": data, "out": out, "vocabulary": 64, **TINY, **options}
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def program(*words, check=True, **options):
+    done = subprocess.run(
+        [PROGRAM, *map(str, words)], capture_output=True, text=True, errors="replace", check=False,
+        **options,
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def train(data, out, check=True, **options):
+    return program("train", *arguments(data, out, **options), check=check)
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run, name):
+    return [line[name] for line in metrics(run) if name in line]
+
+
+def curve(run):
+    """All that the run measured, but for the clock."""
+    clock = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in clock} for line in metrics(run)]
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def last_weights(run):
+    newest = run / "checkpoints" / checkpoints(run)[-1]
+    return [(newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def eventually(ask, seconds=60):
+    """The first answer that is no error."""
+    deadline = time.time() + seconds
+    while True:
+        try:
+            return ask()
+        except (OSError, LookupError, TypeError):
+            if time.time() > deadline:
+                raise
+            time.sleep(0.3)
+
+
+def save_model(model, path):
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
+
+
+class TestParity:
+    @pytest.mark.parametrize("kv_heads", [4, 2, 1])
+    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, kv_heads):
+        torch.manual_seed(0)
+        model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(3)  # away from the beginning, where much is small
+        tokens = torch.randint(0, 100, (5, 25))
+        save_model(model, tmp_path / "weights")
+        save_file({"tokens": tokens}, tmp_path / "tokens")
+        (tmp_path / "config.toml").write_text(
+            f"[model]\nlayers = 3\nheads = 4\nkv-heads = {kv_heads}\nwidth = 64\ncontext = 24\n"
+            'vocabulary = 100\nprecision = "fp32"\n'
+        )
+        files = [tmp_path / name for name in ("config.toml", "weights", "tokens", "out")]
+        subprocess.run([DOOR, *files], check=True)
+        ours = load_file(tmp_path / "out")
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        assert abs(ours["loss"].item() - loss.item()) < 1e-5
+        theirs = dict(model.named_parameters())
+        assert set(ours) == set(theirs) | {"loss"}
+        for name, weight in theirs.items():
+            difference = (ours[name] - weight.grad).norm() / weight.grad.norm()
+            assert difference < 1e-5, name
+
+    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data):
+        torch.manual_seed(1)
+        heads, width, layers, context, batch = 4, 32, 2, 16, 8
+        model = Gpt(layers, heads, width, vocabulary=64)
+        save_model(model, tmp_path / "weights")
+        precise = {"precision": "fp32", "muon-precision": "float32", "micro-batch": 3}
+        lr, adamw_lr = 2e-3, 3e-3
+        options = {"muon-lr": lr, "adamw-lr": adamw_lr, "seed": 5, "init": tmp_path / "weights"}
+        train(data, tmp_path / "run", steps=10, **precise, **options)
+
+        size = width // heads
+        embedding = model.lm_head.weight
+        adamw = torch.optim.AdamW([embedding], adamw_lr, betas=(0.9, 0.95), weight_decay=0)
+        matrices = {k: w for k, w in model.named_parameters() if w is not embedding}
+        momenta = {name: torch.zeros_like(weight) for name, weight in matrices.items()}
+        stream = read_tokens(data / "train_000000.bin")
+        losses = []
+        for step in range(10):
+            factor = 1 if step < 6 else (10 - step) / 4
+            tokens = batch_at(stream, step, batch, context)
+            model.zero_grad()
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            losses.append(loss.item())
+            adamw.param_groups[0]["lr"] = adamw_lr * factor
+            adamw.step()
+            for name, weight in matrices.items():
+                groups = [list(range(weight.size(0)))]
+                if name.endswith("c_attn.weight"):
+                    groups = [list(range(2 * width, 3 * width))]  # V whole
+                    for stream_number, first in enumerate((0, width)):  # Q and K, two random heads
+                        order = group_muon.head_order(
+                            heads, "2:random", seed=5, step=step, parameter=name,
+                            stream=stream_number,
+                        )  # fmt: skip
+                        groups += [
+                            [first + h * size + r for h in order[i : i + 2] for r in range(size)]
+                            for i in (0, 2)
+                        ]
+                muon_step(weight, momenta[name], lr * factor, groups)
+
+        assert values(tmp_path / "run", "loss") == pytest.approx(losses, abs=1e-4)
+        ours = load_file(tmp_path / "run/checkpoints/step-000010/model.safetensors")
+        assert set(ours) == set(model.state_dict())
+        for name, weight in model.state_dict().items():
+            assert (ours[name] - weight).abs().max() < 1e-4, name
+        momentum = load_file(tmp_path / "run/checkpoints/step-000010/optimizer.safetensors")
+        for name, buffer in momenta.items():
+            assert (momentum[f"muon.momentum.{name}"] - buffer).abs().max() < 1e-4, name
+
+    def test_bf16_stays_near_fp32(self, tmp_path, data):
+        for precision in ("bf16", "fp32"):
+            train(data, tmp_path / precision, steps=100, precision=precision)
+        both = [values(tmp_path / p, "validation_loss")[-1] for p in ("bf16", "fp32")]
+        assert both[0] == pytest.approx(both[1], abs=0.03) and both[0] < 2
+
+
+class TestWhatAPersonSees:
+    def test_plain_lines_in_a_log(self, tmp_path, data):
+        done = train(data, tmp_path / "run", log_interval=6)
+        assert "\r" not in done.stdout + done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[0] == f"run {tmp_path / 'run'}"
+        assert [line for line in lines if "tokens/s" in line and "of GEMM peak" in line]
+        assert sum("validation loss" in line for line in lines) == 4  # 0, 4, 8, 12
+        assert lines[-1] == f"checkpoint {tmp_path / 'run/checkpoints/step-000012'}"
+
+    def test_one_live_line_on_a_terminal(self, tmp_path, data):
+        parent, child = pty.openpty()
+        with subprocess.Popen(
+            [PROGRAM, "train", *arguments(data, tmp_path / "run", steps=40)],
+            stdout=child, stderr=child,
+        ) as process:  # fmt: skip
+            os.close(child)
+            seen = b""
+            try:
+                while chunk := os.read(parent, 65536):
+                    seen += chunk
+            except OSError:  # the other side is closed
+                pass
+        assert process.returncode == 0
+        live = [part for part in seen.decode().split("\r") if "] step" in part]
+        assert len(live) > 40
+        pattern = r"\[=*>? *\] step \d+/40  loss \d+\.\d{4}  [\d.]+k tokens/s, \d+% of GEMM peak, "
+        assert re.search(pattern + r"\d+:\d\d left", live[-1]), live[-1]
+
+    def test_the_run_folder_holds_the_record(self, tmp_path, data):
+        train(data, tmp_path / "run")
+        names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
+        assert names == {"checkpoints", "config", "events", "machine", "metrics"}
+        facts = json.loads((tmp_path / "run/machine.jsonl").read_text())
+        assert re.fullmatch(
+            r"[0-9a-f]{12}(-dirty)?|unknown|.*-g[0-9a-f]{12}(-dirty)?", facts["commit"]
+        )
+        assert facts["torch"] == torch.__version__.split("+")[0] and facts["threads"] == 1
+        step = metrics(tmp_path / "run")[1]
+        for kind in ("", "/embedding", "/qkv", "/attention_output", "/mlp"):
+            assert step[f"gradient_norm{kind}"] > 0 and step[f"update_norm{kind}"] > 0
+        # A step of Muon has the length lr · √max(shape) · about √rank.
+        assert step["update_norm/attention_output"] == pytest.approx(
+            1e-3 * math.sqrt(32) * math.sqrt(32) * math.sqrt(2), rel=0.2
+        )
+
+    def test_the_recorded_config_repeats_the_run(self, tmp_path, data):
+        train(data, tmp_path / "run", seed=3)
+        program("train", tmp_path / "run/config.toml", "--out", tmp_path / "again")
+        assert curve(tmp_path / "again") == curve(tmp_path / "run")
+        assert last_weights(tmp_path / "again") == last_weights(tmp_path / "run")
+
+    def test_tensorboard_opens_it(self, tmp_path, data):
+        train(data, tmp_path / "run", steps=8)
+        program("train", "--resume", tmp_path / "run/checkpoints/step-000004")  # twice 5 … 8
+        with (
+            (tmp_path / "log").open("w") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", "tensorboard.main", "--logdir", tmp_path, "--port", "0",
+                 "--host", "127.0.0.1", "--load_fast", "false"],
+                stdout=log, stderr=log,
+            ) as server,
+        ):  # fmt: skip
+            try:
+                tags, points = eventually(lambda: self.ask_tensorboard(tmp_path / "log"))
+            finally:
+                server.kill()
+        names = {name for line in metrics(tmp_path / "run") for name in line if name != "step"}
+        assert set(tags) == names
+        assert [point[1] for point in points] == list(range(1, 9))
+        losses = values(tmp_path / "run", "loss")
+        assert [point[2] for point in points] == pytest.approx(losses, rel=1e-6)
+
+    def ask_tensorboard(self, log):
+        address = re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())[0]
+
+        def ask(path):
+            url = f"{address}data/plugin/scalars/{path}"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return json.load(answer)
+
+        return ask("tags")["run"], ask("scalars?tag=loss&run=run")
+
+    def test_help_has_every_key_with_default_and_meaning(self):
+        text = program("train", "--help").stdout
+        for name, default in {"layers": 12, "qk-group": "6:random", "adamw-lr": 0.0036}.items():
+            assert re.search(rf"--{name} \[{default}\] +\w", text), name
+        assert "--resume" in text
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--qk-grop", "2"], "there is no flag --qk-grop; did you mean --qk-group?"),
+            (["--steps"], "--steps"),
+            (["a.toml", "b.toml"], "'b.toml' is one argument too many"),
+            (["nowhere.toml"], "nowhere.toml"),
+            (["--layers", "many"], "layers should be a whole number, not 'many'"),
+        ],
+    )
+    def test_wrong_words(self, words, message):
+        done = program("train", *words, check=False)
+        assert done.returncode != 0 and message in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2
+
+
+class TestResume:
+    @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+    def test_after_kill_9_at_any_moment(self, tmp_path, data, precision):
+        options = {"precision": precision, "steps": 500, "checkpoint-interval": 7}
+        train(data, tmp_path / "whole", **options)
+        run = tmp_path / "cut"
+        generator = numpy.random.default_rng(7)
+        command = [PROGRAM, "train", *arguments(data, run, **options)]
+        kills = 0
+        while True:
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ) as process:
+                try:
+                    # Long enough to get on, short enough to be hit at any moment, a write too.
+                    process.wait(timeout=generator.uniform(0.8, 1.6))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, process.stderr.read()
+            kills += 1
+            assert kills < 60
+            if (run / "config.toml").exists():
+                command = [PROGRAM, "train", "--resume", run]
+        assert kills > 0
+        assert curve(run) == curve(tmp_path / "whole")
+        assert last_weights(run) == last_weights(tmp_path / "whole")
+        assert not [name for name in checkpoints(run) if name.startswith("writing")]
+
+    def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(self, tmp_path, data):
+        options = {"steps": 3000, "checkpoint-interval": 0, "validation-interval": 1000}
+        command = [PROGRAM, "train", *arguments(data, tmp_path / "run", **options)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            while "step 10/" not in process.stdout.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        run = tmp_path / "run"
+        assert out.splitlines()[-1].endswith(f"go on with: group-muon train --resume {run}")
+        stopped = json.loads((run / "checkpoints" / checkpoints(run)[0] / "state.json").read_text())
+        assert stopped["step"] >= 10
+        assert values(run, "step")[-1] == stopped["step"]
+
+    def test_a_conflicting_option_is_refused_by_name(self, tmp_path, data):
+        train(data, tmp_path / "run")
+        before = curve(tmp_path / "run")
+        for flag, value in {
+            "qk-group": "2:interval",
+            "batch": 4,
+            "seed": 1,
+            "precision": "fp32",
+        }.items():
+            done = program("train", "--resume", tmp_path / "run", f"--{flag}", value, check=False)
+            assert done.returncode == 1 and f"{flag} = {value} conflicts" in done.stderr
+        assert curve(tmp_path / "run") == before
+        done = program("train", "--resume", tmp_path / "run", "--micro-batch", "2")
+        assert "micro-batch was 8 and is 2: the run goes on, but not bit for bit" in done.stdout
+
+    def test_a_moved_run_and_moved_data(self, tmp_path, data):
+        train(data, tmp_path / "run")
+        shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+        shutil.move(data, tmp_path / "data2")
+        start = tmp_path / "elsewhere/checkpoints/step-000008"
+        failed = program("train", "--resume", start, check=False)
+        assert failed.returncode == 1 and "cannot be read" in failed.stderr
+        program("train", "--resume", start, "--data", tmp_path / "data2")
+
+
+class TestBadInput:
+    def refused(self, data, out, *messages, **options):
+        """One clear line, a non-zero exit, nothing written."""
+        done = train(data, out, check=False, **options)
+        assert done.returncode == 1
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("group-muon: "), done.stderr
+        for message in messages:
+            assert str(message) in lines[0]
+        assert not out.exists()
+
+    def test_missing_data(self, tmp_path, data):
+        self.refused(tmp_path / "nowhere", tmp_path / "run", tmp_path / "nowhere", "cannot be read")
+        (tmp_path / "empty").mkdir()
+        self.refused(tmp_path / "empty", tmp_path / "run", "no *train*.bin shard", "tokenize")
+        (data / "val_000000.bin").unlink()
+        self.refused(data, tmp_path / "run", "no *val*.bin shard")
+
+    @pytest.mark.parametrize(
+        ("offset", "value", "message"), [(0, 20240521, "20240520"), (4, 2, "version")]
+    )
+    def test_wrong_header(self, tmp_path, data, offset, value, message):
+        path = data / "train_000000.bin"
+        content = bytearray(path.read_bytes())
+        content[offset : offset + 4] = numpy.int32(value).tobytes()
+        path.write_bytes(content)
+        self.refused(data, tmp_path / "run", path, message)
+
+    def test_truncated_shard(self, tmp_path, data):
+        path = data / "train_000000.bin"
+        path.write_bytes(path.read_bytes()[:-100])
+        self.refused(data, tmp_path / "run", path)
+
+    def test_short_data(self, tmp_path, data):
+        self.refused(data, tmp_path / "run", "20000 tokens", "less than one batch", batch=2000)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"heads": 5}, "5 heads do not divide a width of 32"),
+            ({"qk-group": "3:random"}, "qk-group = 3:random does not fit 4"),
+            ({"qk-group": "6:rendom"}, "rendom"),
+            ({"v-group": 3}, "v-group = 3 does not fit 4"),
+            ({"device": "cuda"}, "CUDA"),
+            ({"init": "nowhere.safetensors"}, "nowhere.safetensors"),
+        ],
+    )
+    def test_options(self, tmp_path, data, options, message):
+        self.refused(data, tmp_path / "run", message, **options)
+
+    def test_a_token_beyond_the_vocabulary(self, tmp_path, data):
+        tokens = random_walk(20000)
+        tokens[19000] = 64
+        write_shard(data / "train_000000.bin", tokens)
+        self.refused(data, tmp_path / "run", data / "train_000000.bin", "64")
+
+    def test_a_loss_that_is_no_number(self, tmp_path, data):
+        run = tmp_path / "run"
+        options = {"adamw-lr": 1e36, "checkpoint-interval": 1, "validation-interval": 100}
+        done = train(data, run, check=False, **options)
+        assert done.returncode == 1
+        assert re.search(
+            r"group-muon: step \d+: the loss is \S+ and the gradient's norm -?nan", done.stderr
+        )
+        newest = run / "checkpoints" / checkpoints(run)[-1]
+        assert str(newest) in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert load_file(newest / "model.safetensors")["lm_head.weight"].isfinite().all()
+
+    def test_a_corrupted_checkpoint(self, tmp_path, data):
+        run = tmp_path / "run"
+        train(data, run)
+        path = run / "checkpoints/step-000012/model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[5000] ^= 1
+        path.write_bytes(content)
+        done = program("train", "--resume", run, check=False)
+        assert done.returncode == 1
+        assert "step-000012' is damaged (model.safetensors has another checksum)" in done.stderr
+        offer = re.search(r"--resume (\S+)", done.stderr)[1]
+        assert offer == str(run / "checkpoints/step-000008")
+        program("train", "--resume", offer)
+
+    @pytest.mark.parametrize("kind", ["tmpfs", "limit"])
+    def test_a_full_disk_while_checkpointing(self, tmp_path, data, kind):
+        run = tmp_path / "disk/run"
+        run.parent.mkdir()
+        words = [PROGRAM, "train", *arguments(data, run, width=256, steps=40)]
+        if kind == "tmpfs":  # a real small disk; 13 MB a checkpoint, of which two fit
+            disk = f"mount -t tmpfs -o size=34m none {run.parent} && "
+            command = [
+                "unshare",
+                "-rm",
+                "sh",
+                "-c",
+                disk + '"$@"; code=$?; ls ' + f"{run}/checkpoints; exit $code",
+                "sh",
+                *words,
+            ]
+            if subprocess.run(
+                ["unshare", "-rm", "mount", "-t", "tmpfs", "none", run.parent],
+                check=False,
+                capture_output=True,
+            ).returncode:
+                pytest.skip("no right to mount a small disk here")
+        else:  # no file may grow beyond 4 MB
+            command = [
+                "sh",
+                "-c",
+                f"trap '' XFSZ; ulimit -f 8192; \"$@\"; code=$?; ls {run}/checkpoints; exit $code",
+                "sh",
+                *words,
+            ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        errors = done.stderr.strip().splitlines()
+        assert len(errors) == 1 and "cannot be written" in errors[0]
+        assert ("No space left on device" if kind == "tmpfs" else "File too large") in errors[0]
+        kept = [line for line in done.stdout.splitlines() if line.startswith("step-")]
+        assert "writing" not in done.stdout
+        if kind == "tmpfs":
+            assert kept and kept[-1] in errors[0] and "whole" in errors[0]
+
+
+class TestSample:
+    @pytest.fixture
+    def run(self, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text(
+            "\n<|endoftext|>\n".join(["the quick brown fox jumps over the lazy dog. " * 40] * 9)
+        )
+        program(
+            "tokenize",
+            text,
+            "--out",
+            tmp_path / "words",
+            "--learn",
+            280,
+            "--validation-fraction",
+            0.2,
+        )
+        train(tmp_path / "words", tmp_path / "run", steps=80, vocabulary=0, **{"muon-lr": 3e-3})
+        return tmp_path / "run"
+
+    def test_text_from_a_prompt(self, run):
+        words = ["sample", run, "--prompt", "the quick", "--tokens", 60]
+        greedy = program(*words, "--temperature", 0).stdout
+        assert greedy.startswith("the quick brown fox jumps over the lazy dog. the quick"), greedy
+        assert program(*words, "--seed", 1).stdout == program(*words, "--seed", 1).stdout
+        hot = [
+            program(*words, "--temperature", 3, "--top-k", 0, "--seed", s).stdout for s in (1, 2)
+        ]
+        assert hot[0] != hot[1]
+        assert program(*words, "--temperature", 3, "--top-k", 1).stdout == greedy
+        best = program(*words, "--temperature", 0, "--best").stdout
+        assert best.startswith("the quick")
+        checkpoint = run / "checkpoints" / checkpoints(run)[-1]
+        assert program("sample", checkpoint, *words[2:], "--temperature", 0).stdout == greedy
+
+    def test_wrong_input(self, run, tmp_path):
+        for words, message in [
+            ([tmp_path], "holds no run"),
+            ([run, "--vocabulary", "gpt2"], "50257 entries"),
+            ([run, "--temperature", -1], "temperature"),
+            ([run / "checkpoints/step-000001"], "no checkpoint"),
+        ]:
+            done = program("sample", *words, check=False)
+            assert done.returncode != 0 and message in done.stderr
+
+
+class TestConfigs:
+    """The files in configs/, each with the real model; the data is synthetic, the batch tiny."""
+
+    @pytest.mark.parametrize("name", ["gpt2-record4", "gpt2-paper"])
+    def test_two_steps_of_the_real_model(self, tmp_path, name):
+        data = tmp_path / "data"
+        data.mkdir()
+        generator = numpy.random.default_rng(0)
+        for split in ("train", "val"):
+            write_shard(data / f"fineweb_{split}_000000.bin", generator.integers(0, 50257, 9000))
+        tiny = ["--batch", 2, "--steps", 2, "--warmdown", 1, "--validation-tokens", 1024]
+        program(
+            "train", ROOT / f"configs/{name}.toml", "--data", data, "--out", tmp_path / "run", *tiny
+        )
+        weights = load_file(tmp_path / "run/checkpoints/step-000002/model.safetensors")
+        unique = {name: w for name, w in weights.items() if name != "lm_head.weight"}
+        assert sum(weight.numel() for weight in unique.values()) == 123_532_032
+        losses = values(tmp_path / "run", "validation_loss")
+        assert losses[0] == pytest.approx(math.log(50257), rel=0.02)
+
+    @pytest.mark.parametrize("name", ["demo", "small"])
+    def test_a_few_steps(self, tmp_path, data, name):
+        few = ["--steps", 2, "--warmdown", 0, "--validation-tokens", 512, "--batch", 4]
+        program(
+            "train", ROOT / f"configs/{name}.toml", "--data", data, "--out", tmp_path / "run", *few
+        )
+
+
+class TestDemo:
+    def test_a_short_one_from_text_to_picture_and_again(self, tmp_path):
+        flags = ["--steps", "6", "--warmdown", "2", "--validation-interval", "3", "--batch", "4"]
+        flags += ["--validation-tokens", "1024"]
+        command = [sys.executable, ROOT / "tools/demo.py", PROGRAM, tmp_path / "demo", *flags]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        names = ["packed", "three-way", "head-wise", "group"]
+        for name in names:
+            assert len(values(tmp_path / "demo" / name, "loss")) == 6
+            last = values(tmp_path / "demo" / name, "validation_loss")[-1]
+            assert f"{last:.4f}" in out
+        assert len({tuple(values(tmp_path / "demo" / name, "loss")) for name in names}) == 4
+        assert "Our country" in out and str(tmp_path / "demo/curves.png") in out
+        picture = (tmp_path / "demo/curves.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 20000
+        again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert again.split("Full-QKV", 1)[1].split("data ")[0] in out  # nothing is trained twice

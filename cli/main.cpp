@@ -17,19 +17,36 @@
 namespace cli {
 namespace {
 
+constexpr int kWrongUse = 2;
+
 // "there is no flag --qk-grop; did you mean --qk-group?"
 std::string unknown_argument(const CLI::App& app) {
-  const auto* command = app.get_subcommands().empty() ? &app : app.get_subcommands().front();
+  const auto commands = app.get_subcommands();
   const auto extras = app.remaining(/*recurse=*/true);
   const std::string& given = extras.front();
   const std::string name = given.substr(0, given.find('='));
-  if (name.rfind("--", 0) != 0) return "'" + name + "' is one argument too many";
-  std::vector<std::string> flags;
-  for (const auto* option : command->get_options()) {
-    for (const auto& flag : option->get_lnames()) flags.push_back("--" + flag);
+  const bool is_flag = name.rfind('-', 0) == 0;
+  if (!is_flag && !commands.empty()) return "'" + name + "' is one argument too many";
+  std::vector<std::string> known;
+  if (is_flag) {
+    for (const auto* option : (commands.empty() ? &app : commands.front())->get_options()) {
+      for (const auto& flag : option->get_lnames()) known.push_back("--" + flag);
+    }
+  } else {
+    for (const auto* command : app.get_subcommands({})) known.push_back(command->get_name());
   }
-  const std::string near = train::nearest(name, flags);
-  return "there is no flag " + name + (near.empty() ? "" : "; did you mean " + near + "?");
+  const std::string near = train::nearest(name, known);
+  return "there is no " + std::string(is_flag ? "flag " : "command ") + name +
+         (near.empty() ? "; see --help" : "; did you mean " + near + "?");
+}
+
+// One line, whatever went wrong.
+int complain(std::string message, int code) {
+  end_live();
+  const std::string prefix = "group_muon: ";  // the library's
+  if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
+  std::fprintf(stderr, "group-muon: %s\n", message.c_str());
+  return code;
 }
 
 }  // namespace
@@ -40,25 +57,28 @@ int main(int argc, char** argv) {
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
   CLI::App app("Group Muon: from text to a trained GPT, with head groups as the paper has them");
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   app.get_formatter()->column_width(34);
+  app.set_version_flag("--version", "group-muon " GROUP_MUON_VERSION);
   cli::add_tokenize(app);
   cli::add_train(app);
   cli::add_sample(app);
   try {
     app.parse(argc, argv);
-    return 0;
-  } catch (const CLI::ExtrasError& error) {
-    std::fprintf(stderr, "group-muon: %s\n", cli::unknown_argument(app).c_str());
+    if (!app.get_subcommands().empty()) return 0;
+    std::fputs(app.help().c_str(), stderr);
+    return cli::kWrongUse;
+  } catch (const CLI::ExtrasError&) {
+    return cli::complain(cli::unknown_argument(app), cli::kWrongUse);
+  } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
+  } catch (const CLI::Success& asked) {  // --help, --version
+    return app.exit(asked);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    return cli::complain(error.what(), cli::kWrongUse);
   } catch (const c10::Error& error) {
-    cli::end_live();
-    std::fprintf(stderr, "group-muon: %s\n", error.what_without_backtrace());
+    return cli::complain(error.what_without_backtrace(), 1);
   } catch (const std::exception& error) {
-    cli::end_live();
-    std::fprintf(stderr, "group-muon: %s\n", error.what());
+    return cli::complain(error.what(), 1);
   }
-  return 1;
 }

@@ -2,13 +2,15 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/terminal.h"
 #include "gpt/generate.h"
 #include "gpt/tokenizer.h"
 #include "train/checkpoint.h"
-#include "train/config.h"
+#include "train/recipe.h"
 
 namespace cli {
 namespace {
@@ -21,23 +23,40 @@ struct SampleArguments {
   gpt::GenerateOptions options;
 };
 
+std::string choose(const train::Place& place, const SampleArguments& arguments) {
+  const bool named = !place.checkpoint.empty();
+  TORCH_CHECK_VALUE(
+      !named || !arguments.best, "--best chooses among the checkpoints of a run; give the run");
+  const auto all = train::list_checkpoints(place.run);
+  TORCH_CHECK_VALUE(!all.empty(), "'", arguments.run, "' has no checkpoint yet");
+  const std::string chosen = named            ? place.checkpoint
+                             : arguments.best ? train::best_checkpoint(all)
+                                              : all.back();
+  TORCH_CHECK_VALUE(!chosen.empty(), "no checkpoint of '", arguments.run, "' was validated");
+  const std::string why = train::damage(chosen, /*weights_only=*/true);
+  if (why.empty()) return chosen;
+  const std::string other = train::newest_whole(all, /*weights_only=*/true);
+  TORCH_CHECK_VALUE(
+      false, "checkpoint '", chosen, "' is damaged (", why, "); ",
+      other.empty() ? "no other is whole" : "the newest whole one is " + shell_word(other));
+}
+
+gpt::Vocabulary vocabulary_of(const train::Place& place, const std::string& given) {
+  const std::string own = place.run + "/vocabulary.tiktoken";
+  TORCH_CHECK_VALUE(
+      !given.empty() || std::filesystem::exists(own), "'", place.run,
+      "' has no vocabulary.tiktoken; give --vocabulary gpt2 or a file");
+  return gpt::Vocabulary::from_file(given.empty() ? own : given);
+}
+
 void run(const SampleArguments& arguments) {
   const auto place = train::locate(arguments.run);
-  std::string checkpoint = place.checkpoint;
-  if (checkpoint.empty()) {
-    const auto all = train::list_checkpoints(place.run);
-    TORCH_CHECK_VALUE(!all.empty(), "'", arguments.run, "' has no checkpoint yet");
-    checkpoint = arguments.best ? train::best_checkpoint(all) : all.back();
-    TORCH_CHECK_VALUE(!checkpoint.empty(), "no checkpoint of '", arguments.run, "' was validated");
-  }
+  const std::string checkpoint = choose(place, arguments);
   const auto config = train::configure(train::read_settings(place.run + "/config.toml"));
-  const std::string why = train::damage(checkpoint);
-  TORCH_CHECK_VALUE(why.empty(), "checkpoint '", checkpoint, "' is damaged (", why, ")");
   gpt::Model model(train::model_shape(config), torch::kFloat32, /*seed=*/0);
   train::load_weights(checkpoint, model);
 
-  const auto vocabulary = gpt::Vocabulary::from_file(
-      arguments.vocabulary.empty() ? place.run + "/vocabulary.tiktoken" : arguments.vocabulary);
+  const auto vocabulary = vocabulary_of(place, arguments.vocabulary);
   TORCH_CHECK_VALUE(
       vocabulary.size() <= config.vocabulary, "the vocabulary has ", vocabulary.size(),
       " entries, the model ", config.vocabulary);
@@ -66,15 +85,15 @@ void add_sample(CLI::App& app) {
   command->add_option("--prompt", arguments->prompt, "Text to go on from");
   command->add_flag("--best", arguments->best, "The checkpoint with the lowest validation loss");
   command->add_option("--tokens", options.tokens, "Tokens at most; a document may end before")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
   command
       ->add_option(
           "--temperature", options.temperature, "Less is safer; 0: always the likeliest token")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0.0, 1000.0))
       ->capture_default_str();
   command->add_option("--top-k", options.top_k, "Draw among so many tokens; 0: among all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, 1 << 30))
       ->capture_default_str();
   command->add_option("--seed", options.seed, "Another seed, another text")->capture_default_str();
   command->add_option(

@@ -5,16 +5,15 @@
 
 namespace cli {
 
-/// Rewrites the line on standard error if it is a terminal; silent otherwise.
-void show_live(const std::string& line);
-/// Whether there is a terminal for live lines.
-bool is_live();
+/// "[=======>      ] text", rewritten on standard error if that is a terminal; silent otherwise. The
+/// bar takes the room that the text leaves.
+void show_live(double fraction, const std::string& text);
 /// A line that stays, on standard output; the live line makes room for it.
 void say(const std::string& line);
 /// Ends the live line, if there is one.
 void end_live();
 
-/// "[=======>      ]" for a fraction in 0 … 1.
-std::string bar(double fraction, int width = 30);
+/// A path as a shell takes it.
+std::string shell_word(const std::string& path);
 
 }  // namespace cli

@@ -17,7 +17,7 @@ void run(const gpt::CorpusOptions& options) {
   const auto summary = gpt::tokenize_corpus(options, [](const char* stage, double fraction) {
     char percent[16];
     std::snprintf(percent, sizeof percent, " %3.0f%%", 100 * fraction);
-    show_live(std::string(stage) + " " + bar(fraction) + percent);
+    show_live(fraction, std::string(stage) + percent);
   });
   end_live();
   const auto line = [](const char* split, const gpt::CorpusCounts& counts) {

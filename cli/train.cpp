@@ -2,6 +2,9 @@
 
 #include "train/train.h"
 
+#include <c10/util/StringUtil.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <cmath>
@@ -18,15 +21,15 @@ namespace {
 
 struct TrainArguments {
   std::string file;
-  std::string resume;
+  const CLI::Option* resume = nullptr;
   train::Settings flags;
 };
 
-std::atomic<bool> stop{false};
+std::atomic<int> stop{0};  // the signal that asked for it
 
 // The first signal asks for a checkpoint, the second ends the program at once.
 void ask_to_stop(int signal) {
-  stop = true;
+  stop = signal;
   std::signal(signal, SIG_DFL);
 }
 
@@ -63,19 +66,21 @@ train::Listener make_listener(int64_t steps, int64_t log_interval) {
   train::Listener listener;
   listener.progress = [steps](const train::Progress& now) {
     char place[64];
-    if (now.stage[0] == 'v') {
-      std::snprintf(place, sizeof place, " validating %3.0f%%  ", 100 * now.fraction);
+    if (now.validating) {
+      std::snprintf(place, sizeof place, "validating %3.0f%%  ", 100 * now.fraction);
     } else {
       std::snprintf(
-          place, sizeof place, " step %.0f/%lld  ", std::floor(now.step),
+          place, sizeof place, "step %.0f/%lld  ", std::floor(now.step),
           static_cast<long long>(steps));
     }
-    show_live(bar(now.fraction) + place + facts(now));
+    show_live(now.fraction, place + facts(now));
   };
   listener.step = [steps, log_interval](const train::Progress& now) {
-    const auto step = static_cast<long long>(now.step);
-    if (is_live() || step % log_interval != 0) return;
-    say(c10::str("step ", step, "/", steps, "  ", facts(now)));
+    const auto step = static_cast<int64_t>(now.step);
+    const bool in_a_log = isatty(STDOUT_FILENO) == 0;
+    if (in_a_log && (step % log_interval == 0 || step == steps)) {
+      say(c10::str("step ", step, "/", steps, "  ", facts(now)));
+    }
   };
   listener.validation = [steps](int64_t step, double loss) {
     char text[96];
@@ -84,9 +89,10 @@ train::Listener make_listener(int64_t steps, int64_t log_interval) {
         static_cast<long long>(steps), loss);
     say(text);
   };
+  listener.begin = [](const std::string& folder) { say("run " + folder); };
   listener.checkpoint = [](const std::string& path) { say("checkpoint " + path); };
   listener.note = [](const std::string& text) { say("note: " + text); };
-  listener.stop_wanted = [] { return stop.load(); };
+  listener.stop_wanted = [] { return stop != 0; };
   return listener;
 }
 
@@ -104,25 +110,20 @@ void run(const TrainArguments& arguments) {
   std::signal(SIGINT, ask_to_stop);
   std::signal(SIGTERM, ask_to_stop);
   train::Outcome outcome;
-  std::string folder;
-  if (arguments.resume.empty()) {
+  if (arguments.resume == nullptr || arguments.resume->empty()) {
     train::Config config = train::configure(settings);
     if (config.out.empty()) config.out = folder_by_time();
-    folder = config.out;
-    say("run " + folder);
     outcome = train::train(config, make_listener(config.steps, config.log_interval));
   } else {
-    const train::Run resumed = train::open_run(arguments.resume, settings);
-    const train::Config& config = resumed.config;
-    folder = config.out;
-    say("run " + folder);
-    outcome = train::resume(resumed, make_listener(config.steps, config.log_interval));
+    const train::Run run = train::open_run(arguments.resume->as<std::string>(), settings);
+    outcome = train::resume(run, make_listener(run.config.steps, run.config.log_interval));
   }
   end_live();
   if (outcome.stopped) {
     say(c10::str(
-        "stopped after step ", outcome.step, "; go on with: group-muon train --resume ", folder));
-    throw CLI::RuntimeError(130);
+        "stopped after step ", outcome.step, "; go on with: group-muon train --resume ",
+        shell_word(outcome.folder)));
+    throw CLI::RuntimeError(128 + stop);
   }
 }
 
@@ -136,11 +137,12 @@ void add_train(CLI::App& app) {
       "Every option below is also a key of the configuration file, under [its group].");
   command->add_option("config", arguments->file, "A TOML file, such as configs/small.toml")
       ->type_name("FILE");
-  command
-      ->add_option(
-          "--resume", arguments->resume,
-          "Go on with the run in this folder, from its newest checkpoint, or from the given one")
-      ->type_name("RUN");
+  arguments->resume = command
+                          ->add_option(
+                              "--resume",
+                              "Go on with the run in this folder, from its newest checkpoint, or "
+                              "from the given one")
+                          ->type_name("RUN");
   const train::Config defaults;
   for (const auto& key : train::config_keys()) {
     const std::string name = key.name, value = train::get(defaults, key);
@@ -152,6 +154,7 @@ void add_train(CLI::App& app) {
             },
             key.help)
         ->group(key.section)
+        ->take_last()
         ->type_name(value.empty() ? "" : "[" + value + "]");
   }
   command->callback([arguments] { run(*arguments); });

@@ -12,8 +12,9 @@ using torch::Tensor;
 
 // logits: [vocabulary]
 uint32_t draw(Tensor logits, const GenerateOptions& options, at::Generator& generator) {
+  TORCH_CHECK(logits.isfinite().all().item<bool>(), "the model's output is not finite");
   if (options.temperature == 0) return static_cast<uint32_t>(logits.argmax().item<int64_t>());
-  logits = logits / options.temperature;
+  logits = (logits - logits.max()) / options.temperature;
   if (options.top_k > 0 && options.top_k < logits.size(0)) {
     const Tensor least = std::get<0>(logits.topk(options.top_k)).min();
     logits = logits.masked_fill(logits < least, -INFINITY);

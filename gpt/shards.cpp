@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -22,6 +23,17 @@ constexpr int64_t kHeaderBytes = kHeaderInts * 4;
 
 [[noreturn]] void fail(const std::string& path, const std::string& what) {
   throw std::runtime_error("'" + path + "': " + what);
+}
+
+// Whether `word` stands in `name` with no letter before or after it.
+bool has_word(const std::string& name, const std::string& word) {
+  const auto is_letter = [&](size_t at) {
+    return at < name.size() && std::isalpha(static_cast<unsigned char>(name[at])) != 0;
+  };
+  for (size_t at = name.find(word); at != std::string::npos; at = name.find(word, at + 1)) {
+    if (!is_letter(at - 1) && !is_letter(at + word.size())) return true;
+  }
+  return false;
 }
 
 // A uniform permutation of [0, n) as a function: a four-round Feistel network over the next power of
@@ -129,7 +141,7 @@ TokenStream::TokenStream(const std::string& folder, const std::string& split, in
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
     const auto name = entry.path().filename().string();
-    if (name.find(split) != std::string::npos && entry.path().extension() == ".bin") {
+    if (has_word(name, split) && entry.path().extension() == ".bin") {
       paths.push_back(entry.path().string());
     }
   }

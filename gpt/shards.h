@@ -35,7 +35,8 @@ class ShardWriter {
 /// All shards of a split, read as one stream. Files are mapped, not loaded.
 class TokenStream {
  public:
-  /// The files in `folder` whose names contain `split` and end in .bin, in the order of their names.
+  /// The files in `folder` whose names have the word `split` and end in .bin, in the order of their
+  /// names: train_000000.bin, fineweb_train_000001.bin, but not constrained.bin.
   /// Every token must be below `vocabulary` (checked as it is read); errors name the file.
   TokenStream(const std::string& folder, const std::string& split, int64_t vocabulary);
   ~TokenStream();

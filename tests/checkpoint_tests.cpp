@@ -159,6 +159,54 @@ TEST(CheckpointTest, NewestAndBestAreKept) {
   EXPECT_EQ(best_checkpoint(list_checkpoints(run.path())), run / "checkpoints/step-000001");
 }
 
+TEST(CheckpointTest, LaterOnesAreSetAsideAndOtherNamesLeftAlone) {
+  const TemporaryFolder run;
+  Trained a(1);
+  for (const int64_t step : {1, 2, 3}) {
+    save_checkpoint(run.path(), a.model, a.optimizers, {.step = step});
+  }
+  fs::create_directory(run / "checkpoints/step-000002-good");
+  std::ofstream(run / "checkpoints/step-000009.tar") << "mine";
+  std::ofstream(run / "checkpoints/step-000010") << "a file";
+  set_aside_later(run.path(), 1);
+  EXPECT_EQ(list_checkpoints(run.path()), std::vector{run / "checkpoints/step-000001"});
+  prune_checkpoints(run.path(), 1);
+  for (const char* name :
+       {"set-aside-step-000002", "set-aside-step-000003", "step-000002-good", "step-000009.tar"}) {
+    EXPECT_TRUE(fs::exists(run / (std::string("checkpoints/") + name))) << name;
+  }
+}
+
+TEST(CheckpointTest, ADamagedOneIsNotTheBestAndNotTheNewestWhole) {
+  const TemporaryFolder run;
+  Trained a(1);
+  const auto save_with = [&](int64_t step, double loss) {
+    return save_checkpoint(
+        run.path(), a.model, a.optimizers, {.step = step, .validation_loss = loss});
+  };
+  const std::string good = save_with(1, 5), bad = save_with(2, 3);
+  std::ofstream(bad + "/state.json") << "{\"step\":";
+  EXPECT_EQ(best_checkpoint({good, bad}), good);
+  EXPECT_EQ(newest_whole({good, bad}), good);
+  prune_checkpoints(run.path(), 1);
+  EXPECT_TRUE(fs::exists(good));
+  spoil(good + "/optimizer.safetensors", 100);
+  EXPECT_EQ(newest_whole({good, bad}), "");
+  EXPECT_EQ(newest_whole({good, bad}, /*weights_only=*/true), good);
+}
+
+TEST(CheckpointTest, OneOfTheSameStepIsReplacedWhole) {
+  const TemporaryFolder run;
+  Trained a(1);
+  save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1});
+  a.step();
+  const auto path =
+      save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1, .validation_loss = 2.0});
+  EXPECT_EQ(damage(path), "");
+  EXPECT_EQ(read_state(path).validation_loss, 2.0);
+  EXPECT_EQ(std::distance(fs::directory_iterator(run / "checkpoints"), {}), 1);
+}
+
 TEST(CheckpointTest, AnySpoiltByteIsFound) {
   const TemporaryFolder run;
   Trained a(1);
@@ -196,18 +244,38 @@ TEST(CheckpointTest, AnotherShapeIsRefusedByName) {
 TEST(MetricsTest, AResumedLogDropsWhatCameAfterTheCheckpoint) {
   const TemporaryFolder run;
   {
-    MetricsLog log(run.path(), 0);
+    MetricsLog log(run.path());
     for (int64_t step = 1; step <= 5; ++step) log.write(step, {{"loss", 1.0 / step}});
   }
   std::ofstream(run / "metrics.jsonl", std::ios::app) << R"({"step":6,"lo)";  // cut off
   {
-    MetricsLog log(run.path(), 3);
+    MetricsLog log(run.path(), 3, true);
     log.write(4, {{"loss", 9}});
   }
   EXPECT_EQ(
       read_text(run / "metrics.jsonl"),
       "{\"step\":1,\"loss\":1.0}\n{\"step\":2,\"loss\":0.5}\n"
       "{\"step\":3,\"loss\":0.3333333333333333}\n{\"step\":4,\"loss\":9.0}\n");
+}
+
+TEST(MetricsTest, AValidationThatIsMadeAgainIsNotThereTwice) {
+  const TemporaryFolder run;
+  {
+    MetricsLog log(run.path());
+    log.write(0, {{"validation_loss", 4}});
+    log.write(1, {{"loss", 3}});
+    log.write(1, {{"validation_loss", 2}});
+  }
+  {
+    const MetricsLog log(run.path(), 1, false);
+  }
+  EXPECT_EQ(
+      read_text(run / "metrics.jsonl"),
+      "{\"step\":0,\"validation_loss\":4.0}\n{\"step\":1,\"loss\":3.0}\n");
+  {
+    const MetricsLog log(run.path());
+  }
+  EXPECT_EQ(read_text(run / "metrics.jsonl"), "");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "tests/testing.h"
 #include "train/config.h"
 #include "train/files.h"
+#include "train/recipe.h"
 
 namespace {
 
@@ -44,13 +45,80 @@ TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
 }
 
 TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
-  size_t bytes = 0;
+  size_t bytes = 3 * sizeof(int64_t);  // four bools, two of them neighbours, each padded
   for (const auto& key : config_keys()) {
     EXPECT_FALSE(std::string(key.help).empty()) << key.name;
-    std::visit([&](auto member) { bytes += sizeof(Config().*member); }, key.member);
+    std::visit(
+        [&](auto member) {
+          if (!std::is_same_v<decltype(member), bool Config::*>) bytes += sizeof(Config().*member);
+        },
+        key.member);
   }
-  // Four bools share a word: a field without a key would make the struct larger than its keys.
-  EXPECT_LT(sizeof(Config) - bytes, 5 * sizeof(int64_t));
+  EXPECT_EQ(bytes, sizeof(Config));  // a field without a key would make it larger
+}
+
+TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
+  Config config;
+  config.out = "tab\t and delete\x7f are fine";
+  to_toml(config);
+  config.out = "not utf-8: \xff";
+  EXPECT_ERROR_SAYS(to_toml(config), "not UTF-8");
+}
+
+TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
+  const Config config = configure(read_settings(GROUP_MUON_SOURCE "/configs/gpt2-record4.toml"));
+  check(config);
+  EXPECT_EQ(
+      model_shape(config), (gpt::ModelShape{
+                               .layers = 12,
+                               .heads = 12,
+                               .kv_heads = 0,
+                               .width = 768,
+                               .context = 1024,
+                               .vocabulary = 50257}));
+  EXPECT_EQ(config.batch, 512);
+  EXPECT_EQ(config.precision, "bf16");
+  EXPECT_EQ(config.adamw_lr, 3.6e-3);
+  EXPECT_EQ(config.adamw_beta1, 0.9);
+  EXPECT_EQ(config.adamw_beta2, 0.95);
+  EXPECT_EQ(config.adamw_eps, 1e-8);
+  EXPECT_EQ(config.adamw_weight_decay, 0);
+  EXPECT_EQ(config.muon_lr, 0.1 * 3.6e-3);
+  EXPECT_EQ(config.momentum, 0.95);
+  EXPECT_TRUE(config.nesterov);
+  EXPECT_FALSE(config.average);
+  EXPECT_EQ(config.iterations, 5);
+  EXPECT_EQ(config.coefficients, "quintic");
+  EXPECT_EQ(config.muon_precision, "bfloat16");
+  EXPECT_EQ(config.method, "newton_schulz");
+  EXPECT_EQ(config.eps, 1e-7);
+  EXPECT_FALSE(config.relative_eps);
+  EXPECT_EQ(config.base_scale, "sqrt_max");
+  EXPECT_EQ(config.muon_weight_decay, 0);
+  EXPECT_EQ(config.clip, 0);
+  EXPECT_EQ(config.qkv, "three-way");
+  EXPECT_EQ(config.qk_group, "all");
+  EXPECT_EQ(config.v_group, "all");
+  EXPECT_EQ(config.steps, 6200);
+  EXPECT_EQ(config.warmup, 0);
+  EXPECT_EQ(config.warmdown, 1800);
+  EXPECT_EQ(config.validation_interval, 125);
+  EXPECT_EQ(config.validation_tokens, 10'485'760);
+  EXPECT_EQ(config.validation_precision, "fp32");
+}
+
+TEST(ConfigTest, ThePapersFileAndItsBaselinesFit) {
+  const Settings paper = read_settings(GROUP_MUON_SOURCE "/configs/gpt2-paper.toml");
+  const auto with_more = [&](const Settings& more) {
+    Settings all = paper;
+    all.insert(all.end(), more.begin(), more.end());
+    check(configure(all));
+    return configure(all);
+  };
+  EXPECT_FALSE(with_more({}).nesterov);
+  EXPECT_EQ(with_more({}).qk_group, "6:random");
+  EXPECT_EQ(with_more({{"qkv", "packed"}}).qk_group, "all");
+  EXPECT_EQ(with_more({{"qk-group", "1"}, {"v-group", "1"}}).v_group, "1");
 }
 
 TEST(ConfigTest, UnknownKeysAreErrorsWithTheNearestName) {
@@ -67,6 +135,8 @@ TEST(ConfigTest, UnknownKeysAreErrorsWithTheNearestName) {
   EXPECT_NE(far.find("no option 'xyzzyplugh'"), std::string::npos);
   EXPECT_EQ(far.find("did you mean"), std::string::npos);
   EXPECT_NE(error_of_file("[run]\nlayers = 2\n").find("belongs under [model]"), std::string::npos);
+  EXPECT_NE(error_of_file("layers = 2\n").find("belongs under [model]"), std::string::npos);
+  EXPECT_ERROR_SAYS(read_settings(folder.path()), "there is no file");
   EXPECT_NE(error_of_file("[run\n").find("config.toml"), std::string::npos);
   EXPECT_NE(error_of_file("[model]\nlayers = [1, 2]\n").find("layers"), std::string::npos);
 }
@@ -84,7 +154,7 @@ TEST(ConfigTest, TheLastSettingWins) { EXPECT_EQ(with({{"steps", "5"}, {"steps",
 TEST(ConfigTest, ValuesThatMakeNoSenseAreRefusedByName) {
   const auto check_with = [](const Settings& settings) { check(with(settings)); };
   check_with({});
-  EXPECT_ERROR_SAYS(check_with({{"batch", "0"}}), "batch should be 1 or more, not 0");
+  EXPECT_ERROR_SAYS(check_with({{"batch", "0"}}), "batch should be from 1 to");
   EXPECT_ERROR_SAYS(check_with({{"clip", "-1"}}), "clip should be 0 or more, not -1");
   EXPECT_ERROR_SAYS(check_with({{"adamw-lr", "nan"}}), "adamw-lr");
   EXPECT_ERROR_SAYS(check_with({{"precision", "fp8"}}), "bf16, fp32, not 'fp8'");
@@ -95,7 +165,12 @@ TEST(ConfigTest, ValuesThatMakeNoSenseAreRefusedByName) {
   EXPECT_ERROR_SAYS(check_with({{"qkv", "packed"}, {"qk-group", "2"}}), "no head groups");
   EXPECT_ERROR_SAYS(check_with({{"steps", "10"}}), "warmdown");
   EXPECT_ERROR_SAYS(check_with({{"method", "guess"}}), "guess");
-  EXPECT_ERROR_SAYS(check_with({{"momentum", "1"}}), "momentum");
+  EXPECT_ERROR_SAYS(check_with({{"momentum", "1"}}), "momentum should be below 1");
+  EXPECT_ERROR_SAYS(check_with({{"adamw-beta1", "1.5"}}), "adamw-beta1 should be below 1");
+  EXPECT_ERROR_SAYS(check_with({{"device", "meta"}}), "cpu, cuda, not 'meta'");
+  EXPECT_ERROR_SAYS(check_with({{"threads", "5000"}}), "threads should be from 0 to 1024");
+  EXPECT_ERROR_SAYS(check_with({{"warmup", "9223372036854775807"}}), "warmup should be from 0");
+  EXPECT_ERROR_SAYS(check_with({{"qkv", "packed"}, {"share-qk", "true"}}), "no head groups");
 }
 
 TEST(ConfigTest, EverySettingOfTable1IsReachable) {
@@ -131,15 +206,16 @@ TEST(ConfigTest, LearningRateFollowsTheRecipe) {
 }
 
 TEST(ConfigTest, AResumedRunRefusesByNameWhatWouldMakeItAnother) {
-  const Config run = with({{"steps", "300"}, {"warmdown", "10"}, {"threads", "2"}});
-  std::vector<std::string> notes;
-  EXPECT_EQ(reconfigure(run, {{"steps", "300"}}, notes), run);
-  EXPECT_EQ(reconfigure(run, {{"keep", "5"}}, notes).keep, 5);
-  EXPECT_TRUE(notes.empty());
-  EXPECT_ERROR_SAYS(
-      reconfigure(run, {{"steps", "400"}}, notes), "steps = 400 conflicts with the run's 300");
-  EXPECT_ERROR_SAYS(reconfigure(run, {{"qk-group", "2"}}, notes), "qk-group = 2 conflicts");
-  EXPECT_EQ(reconfigure(run, {{"threads", "1"}}, notes).threads, 1);
+  const Settings given = {{"steps", "300"}, {"warmdown", "10"}, {"threads", "2"}};
+  const Config run = with(given);
+  const auto notes_with = [&](const char* name, const char* value) {
+    return compare_for_resume(run, configure({{name, value}}, run));
+  };
+  EXPECT_TRUE(notes_with("steps", "300").empty());
+  EXPECT_TRUE(notes_with("keep", "5").empty());
+  EXPECT_ERROR_SAYS(notes_with("steps", "400"), "steps = 400 conflicts with the run's 300");
+  EXPECT_ERROR_SAYS(notes_with("qk-group", "2"), "qk-group = 2 conflicts");
+  const auto notes = notes_with("threads", "1");
   ASSERT_EQ(notes.size(), 1);
   EXPECT_NE(notes[0].find("threads was 2 and is 1"), std::string::npos);
 }

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "train/checkpoint.h"
-#include "train/config.h"
+#include "train/recipe.h"
 #include "train/safetensors.h"
 
 int main(int argc, char** argv) {
@@ -17,8 +17,8 @@ int main(int argc, char** argv) {
       train::model_shape(config), train::matmul_precision(config.precision), /*seed=*/0);
   train::load_weights(argv[2], model);
   const auto tokens = train::load_tensors(argv[3]).at("tokens");
-  const auto loss = model.loss(
-      tokens.narrow(1, 0, tokens.size(1) - 1), tokens.narrow(1, 1, tokens.size(1) - 1));
+  const auto loss =
+      model.loss(tokens.narrow(1, 0, tokens.size(1) - 1), tokens.narrow(1, 1, tokens.size(1) - 1));
   loss.backward();
   train::NamedTensors out = {{"loss", loss}};
   for (const auto& item : model.named_parameters()) {

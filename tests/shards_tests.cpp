@@ -133,5 +133,14 @@ TEST(SequenceOrder, TheLastTargetMustBeInTheStream) {
   EXPECT_THROW(SequenceOrder(10, 10, 0), std::runtime_error);
 }
 
+TEST_F(ShardsTest, SplitsAreWordsOfFileNames) {
+  write({1, 2, 3}, 10);
+  fs::copy_file(folder_ / "train_000000.bin", folder_ / "constrained_000000.bin");
+  fs::copy_file(folder_ / "train_000000.bin", folder_ / "fineweb_train_000001.bin");
+  EXPECT_EQ(stream().size(), 6);
+  fs::copy_file(folder_ / "train_000000.bin", folder_ / "retrieval_train.bin");
+  EXPECT_THROW((TokenStream{folder_.string(), "val", 65536}), std::runtime_error);
+}
+
 }  // namespace
 }  // namespace gpt

@@ -3,6 +3,7 @@
 
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <random>
 
 #include "gpt/shards.h"
@@ -53,7 +54,8 @@ class TrainTest : public testing::Test {
         {"checkpoint-interval", "4"},
         {"qk-group", "2:random"},
         {"muon-lr", "1e-3"},
-        {"keep", "99"}};
+        {"keep", "99"},
+        {"threads", "1"}};
     settings.insert(settings.end(), more.begin(), more.end());
     return configure(settings);
   }
@@ -137,6 +139,46 @@ TEST_F(TrainTest, ResumeFromAnOlderCheckpointTakesTheSamePath) {
   resume(run, {});
   EXPECT_EQ(curve(folder_ / "run"), expected);
   EXPECT_TRUE(bytes_of(folder_ / "run/checkpoints/step-000012") == last);
+  // What it had written before is still there, under another name.
+  EXPECT_TRUE(bytes_of(folder_ / "run/checkpoints/set-aside-step-000012") == last);
+}
+
+TEST_F(TrainTest, NewestCheckpointsOfAnotherPathAreKept) {
+  train(config("run"), {});
+  for (const char* step : {"08", "12"}) {
+    std::filesystem::resize_file(
+        folder_ / (std::string("run/checkpoints/step-0000") + step + "/model.safetensors"), 9);
+  }
+  int64_t asked = 0;
+  Listener listener;
+  listener.stop_wanted = [&] { return ++asked > 8; };
+  const Settings few = {{"keep", "1"}, {"checkpoint-interval", "1"}};
+  const auto outcome = resume(open_run(folder_ / "run/checkpoints/step-000004", few), listener);
+  EXPECT_TRUE(outcome.stopped);
+  EXPECT_EQ(list_checkpoints(folder_ / "run").back(), outcome.checkpoint);
+  EXPECT_EQ(open_run(folder_ / "run", {}).checkpoint, outcome.checkpoint);
+}
+
+TEST_F(TrainTest, AValidationThatWasCutOffIsMadeUpForOnce) {
+  int64_t asked = 0;
+  Listener listener;
+  listener.stop_wanted = [&] { return ++asked > 56; };  // in the last validation
+  EXPECT_TRUE(train(config("run"), listener).stopped);
+  EXPECT_EQ(read_state(folder_ / "run/checkpoints/step-000012").validation_loss, std::nullopt);
+  const auto outcome = resume(open_run(folder_ / "run", {}), {});
+  EXPECT_EQ(
+      read_state(folder_ / "run/checkpoints/step-000012").validation_loss, outcome.validation_loss);
+  const auto before = curve(folder_ / "run");
+  resume(open_run(folder_ / "run", {}), {});  // finished: nothing more
+  EXPECT_EQ(curve(folder_ / "run"), before);
+}
+
+TEST_F(TrainTest, ARunKilledBeforeItsFirstCheckpointBeginsAnew) {
+  train(config("run"), {});
+  const auto expected = curve(folder_ / "run");
+  std::filesystem::remove_all(folder_ / "run/checkpoints");
+  resume(open_run(folder_ / "run", {}), {});
+  EXPECT_EQ(curve(folder_ / "run"), expected);
 }
 
 TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
@@ -157,10 +199,29 @@ TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
 }
 
 TEST_F(TrainTest, DataWrapsRoundInAnotherOrder) {
-  // 500 windows of 16 tokens: 80 steps of 8 are more than an epoch.
-  const auto outcome =
-      train(config("run", {{"steps", "80"}, {"checkpoint-interval", "0"}, {"warmdown", "0"}}), {});
-  EXPECT_EQ(outcome.step, 80);
+  // 64 windows of 16 tokens: 8 steps of 8 are an epoch. With learning rates of 0 a loss tells its batch.
+  const TemporaryFolder data;
+  write_shards(data.path(), 64 * 16 + 1);
+  train(
+      config(
+          "run", {{"data", data.path()},
+                  {"steps", "24"},
+                  {"muon-lr", "0"},
+                  {"adamw-lr", "0"},
+                  {"precision", "fp32"}}),
+      {});
+  const auto all = losses(folder_ / "run");
+  std::vector<std::vector<double>> epochs;
+  for (size_t epoch = 0; epoch < 3; ++epoch) {
+    epochs.emplace_back(all.begin() + epoch * 8, all.begin() + (epoch + 1) * 8);
+  }
+  const auto mean = [](const std::vector<double>& values) {
+    return std::accumulate(values.begin(), values.end(), 0.0) / values.size();
+  };
+  EXPECT_NEAR(mean(epochs[1]), mean(epochs[0]), 1e-5);  // the same windows
+  EXPECT_NEAR(mean(epochs[2]), mean(epochs[0]), 1e-5);
+  EXPECT_NE(epochs[1], epochs[0]);
+  EXPECT_NE(epochs[2], epochs[1]);
 }
 
 TEST_F(TrainTest, ScheduleOfGroupsChangesTheRunFromThatStepOn) {
@@ -171,14 +232,24 @@ TEST_F(TrainTest, ScheduleOfGroupsChangesTheRunFromThatStepOn) {
   EXPECT_NE(a[7], b[7]);
 }
 
-TEST_F(TrainTest, ClippingScalesTheStepOfAdamWOnly) {
-  // Muon's direction has no length, and clipping shortens all gradients alike.
-  train(config("free"), {});
-  train(config("clipped", {{"clip", "0.01"}}), {});
-  const auto clipped = losses(folder_ / "clipped", "gradient_norm");
-  EXPECT_GT(clipped[0], 0.01);  // the norm before clipping
-  EXPECT_EQ(losses(folder_ / "free")[0], losses(folder_ / "clipped")[0]);
-  EXPECT_NE(losses(folder_ / "free")[5], losses(folder_ / "clipped")[5]);
+TEST_F(TrainTest, ClippingScalesAllGradientsToTheGivenNorm) {
+  // After one step momentum is the gradient, and Adam's mean a tenth of it.
+  const auto norm_after_one_step = [&](const char* out, const char* clip) {
+    train(config(out, {{"clip", clip}, {"steps", "1"}, {"warmdown", "0"}}), {});
+    double squares = 0;
+    for (const auto& [name, tensor] : load_tensors(
+             folder_ / (std::string(out) + "/checkpoints/step-000001/optimizer.safetensors"))) {
+      if (name.find("exp_avg_sq") != std::string::npos) continue;
+      const double factor = name.rfind("adamw", 0) == 0 ? 10 : 1;
+      squares += std::pow(factor * tensor.norm().item<double>(), 2);
+    }
+    return std::sqrt(squares);
+  };
+  const double norm = norm_after_one_step("free", "0");
+  EXPECT_NEAR(losses(folder_ / "free", "gradient_norm")[0], norm, 1e-4 * norm);
+  EXPECT_NEAR(norm_after_one_step("above", "1000"), norm, 1e-4 * norm);
+  EXPECT_NEAR(norm_after_one_step("clipped", "0.01"), 0.01, 1e-5);
+  EXPECT_NEAR(losses(folder_ / "clipped", "gradient_norm")[0], norm, 1e-4 * norm);  // before it
 }
 
 TEST_F(TrainTest, BeginsWithGivenWeights) {
@@ -191,16 +262,24 @@ TEST_F(TrainTest, BeginsWithGivenWeights) {
 }
 
 TEST_F(TrainTest, ALossThatIsNoNumberStopsAndKeepsTheLastGoodCheckpoint) {
-  const auto diverging = config(
-      "run",
-      {{"adamw-lr", "1e36"}, {"steps", "50"}, {"warmdown", "0"}, {"checkpoint-interval", "1"}});
+  // Weight decay that multiplies weights by -10⁶ a step.
+  const auto diverging =
+      config("run", {{"muon-weight-decay", "1e9"}, {"steps", "50"}, {"checkpoint-interval", "1"}});
   const auto message = error_of<std::runtime_error>([&] { train(diverging, {}); });
-  EXPECT_NE(message.find("the loss is "), std::string::npos) << message;
+  EXPECT_NE(message.find("the run cannot go on"), std::string::npos) << message;
   EXPECT_NE(message.find("step "), std::string::npos);
   const auto all = list_checkpoints(folder_ / "run");
   ASSERT_FALSE(all.empty());
   EXPECT_NE(message.find(all.back()), std::string::npos) << message;
   EXPECT_EQ(damage(all.back()), "");
+}
+
+TEST_F(TrainTest, NothingThatIsNotFiniteIsSaved) {
+  const auto diverging = config("run", {{"adamw-lr", "1e39"}, {"checkpoint-interval", "1"}});
+  EXPECT_NE(
+      error_of<std::runtime_error>([&] { train(diverging, {}); }).find("step 1"),
+      std::string::npos);
+  EXPECT_TRUE(list_checkpoints(folder_ / "run").empty());
 }
 
 TEST_F(TrainTest, ADamagedCheckpointIsNamedAndTheOneBeforeOffered) {
@@ -226,6 +305,7 @@ TEST_F(TrainTest, WrongInputIsRefusedBeforeAnythingIsWritten) {
   EXPECT_NE(error({{"batch", "1000"}}).find("less than one batch"), std::string::npos);
   EXPECT_NE(error({{"device", "cuda"}}).find("CUDA"), std::string::npos);
   EXPECT_NE(error({{"device", "toaster"}}).find("toaster"), std::string::npos);
+  EXPECT_NE(error({{"out", folder_.path()}}).find("another folder than data"), std::string::npos);
 }
 
 TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
@@ -235,10 +315,20 @@ TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
   EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
   const TemporaryFolder other;
   write_shards(other.path(), 9000);
-  const auto moved = open_run(folder_ / "run/checkpoints/step-000004", {{"data", other.path()}});
-  EXPECT_NE(
-      error_of<std::exception>([&] { resume(moved, {}); }).find("not what the run began with"),
-      std::string::npos);
+  const auto error_with = [&](const std::string& data) {
+    const auto run = open_run(folder_ / "run/checkpoints/step-000004", {{"data", data}});
+    return error_of<std::exception>([&] { resume(run, {}); });
+  };
+  EXPECT_NE(error_with(other.path()).find("not what the run began with"), std::string::npos);
+  // The same training data, but one token of the validation data changed.
+  const TemporaryFolder changed;
+  write_shards(changed.path(), 8000);
+  std::fstream file(changed / "val_000000.bin", std::ios::binary | std::ios::in | std::ios::out);
+  file.seekp(1024 + 2 * 100);
+  file.write("\x3f", 1);
+  file.close();
+  EXPECT_NE(error_with(changed.path()).find("not what the run began with"), std::string::npos);
+  EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
   EXPECT_ERROR_SAYS(open_run(folder_.path(), {}), "holds no run");
 }
 

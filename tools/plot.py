@@ -16,7 +16,10 @@ COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
 
 
 def validation_losses(run: str) -> dict[int, float]:
-    lines = (pathlib.Path(run) / "metrics.jsonl").read_text().splitlines()
+    path = pathlib.Path(run) / "metrics.jsonl"
+    if not path.exists():
+        sys.exit(f"plot.py: '{run}' has no metrics.jsonl")
+    lines = path.read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     return {e["step"]: e["validation_loss"] for e in entries if "validation_loss" in e}
 

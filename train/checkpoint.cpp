@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "train/files.h"
 #include "train/safetensors.h"
@@ -96,6 +97,14 @@ void copy_into(
   to.copy_(found->second);
 }
 
+// The step in a checkpoint's name, or -1.
+int64_t step_of(const fs::path& path) {
+  static const std::regex pattern("step-([0-9]{6,15})");
+  std::smatch match;
+  const std::string name = path.filename().string();
+  return std::regex_match(name, match, pattern) ? std::stoll(match[1]) : -1;
+}
+
 ordered_json read_json(const std::string& path) {
   const auto json = ordered_json::parse(read_text(path), nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: no JSON");
@@ -111,10 +120,13 @@ std::string save_checkpoint(
   std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
   const std::string folder = run + "/checkpoints";
   const std::string path = folder + "/" + name, temporary = folder + "/writing-" + name;
-  fs::create_directories(folder);
+  if (!fs::exists(folder)) {
+    make_folder(folder);
+    sync_folder(run);
+  }
   fs::remove_all(temporary);
   try {
-    fs::create_directory(temporary);
+    make_folder(temporary);
     ordered_json files;
     const auto write = [&](const char* file_name, const NamedTensors& tensors) {
       OutputFile file(temporary + file_name);
@@ -139,8 +151,7 @@ std::string save_checkpoint(
     if (state.validation_loss) json["validation_loss"] = *state.validation_loss;
     replace_file(temporary + kStateFile, json.dump(2) + "\n");
     sync_folder(temporary);
-    fs::remove_all(path);  // of the same step, by a run that was resumed from before it
-    fs::rename(temporary, path);
+    replace_folder(temporary, path);
     sync_folder(folder);
   } catch (...) {
     std::error_code ignored;
@@ -151,29 +162,26 @@ std::string save_checkpoint(
 }
 
 Place locate(const std::string& path) {
-  fs::path run = fs::path(path).lexically_normal();
-  if (!run.has_filename()) run = run.parent_path();
-  std::string checkpoint;
-  if (run.parent_path().filename() == "checkpoints") {
-    checkpoint = run.string();
-    run = run.parent_path().parent_path();
-    if (run.empty()) run = ".";
-  }
+  fs::path place = fs::path(path).lexically_normal();
+  if (!place.has_filename()) place = place.parent_path();
+  if (fs::exists(place / "config.toml")) return {place.string(), ""};
+  // RUN/checkpoints/step-000125, perhaps given from within
+  if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
+  const fs::path run = place.parent_path().parent_path();
   TORCH_CHECK_VALUE(
-      fs::exists(run / "config.toml"), "'", path, "' holds no run (there is no config.toml)");
+      place.parent_path().filename() == "checkpoints" && fs::exists(run / "config.toml"), "'", path,
+      "' holds no run (there is no config.toml)");
   TORCH_CHECK_VALUE(
-      checkpoint.empty() || fs::exists(checkpoint), "there is no checkpoint '", checkpoint, "'");
-  return {run.string(), checkpoint};
+      fs::is_directory(place) && step_of(place) >= 0, "there is no checkpoint '", path, "'");
+  return {run.string(), place.string()};
 }
 
 std::vector<std::string> list_checkpoints(const std::string& run) {
   std::vector<std::pair<int64_t, std::string>> found;
   std::error_code missing;
   for (const auto& entry : fs::directory_iterator(run + "/checkpoints", missing)) {
-    long long step = 0;
-    if (std::sscanf(entry.path().filename().c_str(), "step-%lld", &step) == 1) {
-      found.emplace_back(step, entry.path().string());
-    }
+    const int64_t step = step_of(entry.path());
+    if (step >= 0 && entry.is_directory()) found.emplace_back(step, entry.path().string());
   }
   std::sort(found.begin(), found.end());
   std::vector<std::string> paths;
@@ -185,11 +193,14 @@ std::string best_checkpoint(const std::vector<std::string>& checkpoints) {
   std::string best;
   double lowest = INFINITY;
   for (const auto& path : checkpoints) {
-    if (!fs::exists(path + kStateFile)) continue;
-    const auto loss = read_state(path).validation_loss;
-    if (!loss || *loss >= lowest) continue;
-    lowest = *loss;
-    best = path;
+    try {
+      const auto loss = read_state(path).validation_loss;
+      if (!loss || *loss >= lowest) continue;
+      lowest = *loss;
+      best = path;
+    } catch (const std::exception&) {
+      continue;  // damaged: not the best
+    }
   }
   return best;
 }
@@ -198,19 +209,40 @@ void prune_checkpoints(const std::string& run, int64_t keep) {
   const auto all = list_checkpoints(run);
   const std::string best = best_checkpoint(all);
   for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) {
-    if (all[i] != best) fs::remove_all(all[i]);
+    if (all[i] != best) delete_folder(all[i]);
   }
-  std::vector<fs::path> unfinished;  // of a process that was killed
+  std::vector<fs::path> unfinished;  // by a process that was killed
   for (const auto& entry : fs::directory_iterator(run + "/checkpoints")) {
-    if (entry.path().filename().string().rfind("writing-", 0) == 0) unfinished.push_back(entry);
+    const std::string name = entry.path().filename().string();
+    if (name.rfind("writing-", 0) == 0 || name.rfind("deleting-", 0) == 0) {
+      unfinished.push_back(entry);
+    }
   }
   for (const auto& path : unfinished) fs::remove_all(path);
 }
 
-std::string damage(const std::string& checkpoint) {
+void set_aside_later(const std::string& run, int64_t step) {
+  for (const auto& path : list_checkpoints(run)) {
+    if (step_of(path) <= step) continue;
+    const fs::path place(path);
+    const auto aside = place.parent_path() / ("set-aside-" + place.filename().string());
+    fs::remove_all(aside);
+    fs::rename(place, aside);
+  }
+}
+
+std::string newest_whole(const std::vector<std::string>& checkpoints, bool weights_only) {
+  const auto found = std::find_if(
+      checkpoints.rbegin(), checkpoints.rend(),
+      [&](const std::string& path) { return damage(path, weights_only).empty(); });
+  return found == checkpoints.rend() ? "" : *found;
+}
+
+std::string damage(const std::string& checkpoint, bool weights_only) {
   try {
     const auto json = read_json(checkpoint + kStateFile);
     for (const auto& [name, facts] : json.at("files").items()) {
+      if (weights_only && name != kModelFile + 1) continue;
       const std::string path = checkpoint + "/" + name;
       if (!fs::exists(path)) return name + " is missing";
       if (fs::file_size(path) != facts.at("bytes").get<uint64_t>())

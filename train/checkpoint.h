@@ -38,11 +38,18 @@ std::vector<std::string> list_checkpoints(const std::string& run);
 /// The one with the lowest validation loss, or "" where none has one.
 std::string best_checkpoint(const std::vector<std::string>& checkpoints);
 
-/// Deletes all but the newest `keep` and the best, and what a killed process left half written.
+/// Deletes all but the newest `keep` and the best, and what a killed process left half done.
 void prune_checkpoints(const std::string& run, int64_t keep);
 
-/// Why a checkpoint cannot be used (missing files, other sizes or checksums), or "".
-std::string damage(const std::string& checkpoint);
+/// Renames checkpoints of later steps than `step` to set-aside-…: the run takes another path from there.
+void set_aside_later(const std::string& run, int64_t step);
+
+/// Why a checkpoint, or only its weights, cannot be used (missing files, other sizes or checksums);
+/// "" if it can.
+std::string damage(const std::string& checkpoint, bool weights_only = false);
+
+/// The newest checkpoint that is not damaged, of those given, or "".
+std::string newest_whole(const std::vector<std::string>& checkpoints, bool weights_only = false);
 
 TrainerState read_state(const std::string& checkpoint);
 

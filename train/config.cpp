@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <numeric>
 #include <sstream>
 
@@ -140,7 +140,7 @@ std::string text_of(const toml::node& node, const std::string& name) {
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
-    if (static_cast<unsigned char>(c) < 0x20) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
       char escape[8];
       std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
       out += escape;
@@ -152,25 +152,26 @@ std::string quoted(const std::string& text) {
   return out += '"';
 }
 
-void check_group(const Config& config, const char* key, const std::string& text, int64_t heads) {
-  try {
-    group_muon::checked(group_muon::parse_schedule(text), heads, "");
-  } catch (const c10::Error& error) {
-    std::string why = error.what_without_backtrace();
-    for (const char* prefix : {"group_muon: ", ": "}) {
-      if (why.rfind(prefix, 0) == 0) why.erase(0, std::string_view(prefix).size());
+Settings settings_of(const toml::table& file) {
+  for (const auto& [section, content] : file) {  // nothing in it is unknown or out of place
+    const auto* table = content.as_table();
+    if (table == nullptr) {
+      TORCH_CHECK_VALUE(
+          false, "'", section.str(), "' belongs under [", find_key(section.str()).section, "]");
     }
-    TORCH_CHECK_VALUE(
-        false, key, " = ", text, " does not fit ", heads, " of ", config.heads, " heads: ", why);
+    for (const auto& [name, value] : *table) {
+      const Key& key = find_key(name.str());
+      TORCH_CHECK_VALUE(
+          section.str() == key.section, "'", name.str(), "' belongs under [", key.section,
+          "], not under [", section.str(), "]");
+    }
   }
-}
-
-void check_choice(
-    const char* key, const std::string& value, const std::vector<std::string>& choices) {
-  if (std::find(choices.begin(), choices.end(), value) != choices.end()) return;
-  std::string list;
-  for (const auto& choice : choices) list.append(list.empty() ? "" : ", ").append(choice);
-  TORCH_CHECK_VALUE(false, key, " should be one of ", list, ", not '", value, "'");
+  Settings settings;
+  for (const auto& key : config_keys()) {
+    const auto value = file[key.section][key.name];
+    if (value) settings.emplace_back(key.name, text_of(*value.node(), key.name));
+  }
+  return settings;
 }
 
 }  // namespace
@@ -205,23 +206,9 @@ const Key& find_key(std::string_view name) {
 }
 
 Settings read_settings(const std::string& path) {
-  Settings settings;
+  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
   try {
-    const toml::table file = toml::parse_file(path);
-    for (const auto& [section, content] : file) {
-      const auto* table = content.as_table();
-      if (table == nullptr) {  // a key outside all tables is welcome too
-        settings.emplace_back(find_key(section.str()).name, text_of(content, std::string(section)));
-        continue;
-      }
-      for (const auto& [name, value] : *table) {
-        const Key& key = find_key(name.str());
-        TORCH_CHECK_VALUE(
-            section.str() == key.section, "'", name.str(), "' belongs under [", key.section,
-            "], not under [", section.str(), "]");
-        settings.emplace_back(key.name, text_of(value, key.name));
-      }
-    }
+    return settings_of(toml::parse_file(path));
   } catch (const toml::parse_error& error) {
     std::ostringstream where;
     where << error.source().begin;
@@ -229,7 +216,6 @@ Settings read_settings(const std::string& path) {
   } catch (const c10::ValueError& error) {
     TORCH_CHECK_VALUE(false, "'", path, "': ", error.what_without_backtrace());
   }
-  return settings;
 }
 
 void set(Config& config, const Key& key, const std::string& text) {
@@ -267,30 +253,29 @@ std::string get(const Config& config, const Key& key) {
 }
 
 Config configure(const Settings& settings, Config config) {
-  bool groups_given = false;
   for (const auto& [name, text] : settings) {
     set(config, find_key(name), text);
-    groups_given |= name == "qk-group";
+    if (name != "qkv" || text != "packed") continue;
+    config.qk_group = config.v_group = "all";
+    config.k_group.clear();
   }
-  if (config.qkv == "packed" && !groups_given) config.qk_group = "all";
   return config;
 }
 
-Config reconfigure(
-    const Config& config, const Settings& settings, std::vector<std::string>& notes) {
-  const Config changed = configure(settings, config);
+std::vector<std::string> compare_for_resume(const Config& was, const Config& is) {
+  std::vector<std::string> notes;
   for (const auto& key : config_keys()) {
-    const std::string was = get(config, key), is = get(changed, key);
-    if (was == is || key.on_change == OnChange::kFree) continue;
+    const std::string before = get(was, key), now = get(is, key);
+    if (before == now || key.on_change == OnChange::kFree) continue;
     TORCH_CHECK_VALUE(
-        key.on_change == OnChange::kRounding, key.name, " = ", is, " conflicts with the run's ",
-        was,
-        "; a resumed run keeps its options. Leave it away, or start another run with another "
-        "--out");
+        key.on_change == OnChange::kRounding, key.name, " = ", now, " conflicts with the run's ",
+        before, "; a resumed run keeps its options. Leave it away, or start another run with ",
+        "another --out");
     notes.push_back(
-        c10::str(key.name, " was ", was, " and is ", is, ": the run goes on, but not bit for bit"));
+        c10::str(
+            key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit"));
   }
-  return changed;
+  return notes;
 }
 
 std::string to_toml(const Config& config) {
@@ -309,107 +294,16 @@ std::string to_toml(const Config& config) {
     }
     file << "  # " << key.help << "\n";
   }
-  return file.str();
-}
-
-void check(const Config& config) {
-  const auto at_least = [&](int64_t least, std::initializer_list<const char*> names) {
-    for (const auto* name : names) {
-      const int64_t value = config.*std::get<int64_t Config::*>(find_key(name).member);
-      TORCH_CHECK_VALUE(value >= least, name, " should be ", least, " or more, not ", value);
-    }
-  };
-  at_least(1, {"batch", "steps", "validation-interval", "validation-tokens", "keep", "iterations"});
-  at_least(1, {"log-interval"});
-  at_least(
-      0, {"micro-batch", "warmup", "warmdown", "checkpoint-interval", "threads", "vocabulary"});
-  at_least(0, {"seed"});
-  for (const auto& key : config_keys()) {
-    const auto* member = std::get_if<double Config::*>(&key.member);
-    if (member == nullptr) continue;
-    TORCH_CHECK_VALUE(
-        config.**member >= 0 && std::isfinite(config.**member), key.name,
-        " should be 0 or more, not ", config.**member);
+  const std::string text = file.str();
+  bool same = false;
+  try {
+    same = configure(settings_of(toml::parse(text))) == config;
+  } catch (const toml::parse_error&) {
+    same = false;
   }
   TORCH_CHECK_VALUE(
-      config.warmup + config.warmdown <= config.steps, "warmup and warmdown should fit into ",
-      config.steps, " steps, but they are ", config.warmup, " and ", config.warmdown);
-  check_choice("precision", config.precision, {"bf16", "fp32"});
-  check_choice("validation-precision", config.validation_precision, {"bf16", "fp32"});
-  check_choice("qkv", config.qkv, {"three-way", "packed"});
-  gpt::ModelShape shape = model_shape(config);
-  if (shape.vocabulary == 0) shape.vocabulary = 1;  // not known yet
-  gpt::check(shape);
-  if (config.qkv == "packed") {
-    TORCH_CHECK_VALUE(
-        config.qk_group == "all" && config.k_group.empty() && config.v_group == "all",
-        "qkv = packed has no head groups; leave qk-group, k-group and v-group away");
-  } else {
-    check_group(config, "qk-group", config.qk_group, shape.heads);
-    const bool own = !config.k_group.empty();
-    check_group(
-        config, own ? "k-group" : "qk-group", own ? config.k_group : config.qk_group,
-        shape.key_heads());
-    check_group(config, "v-group", config.v_group, shape.key_heads());
-  }
-  group_muon::step_options(optimizer_options(config).muon);
-}
-
-gpt::ModelShape model_shape(const Config& config) {
-  return {
-      .layers = config.layers,
-      .heads = config.heads,
-      .kv_heads = config.kv_heads,
-      .width = config.width,
-      .context = config.context,
-      .vocabulary = config.vocabulary};
-}
-
-torch::ScalarType matmul_precision(const std::string& name) {
-  return name == "bf16" ? torch::kBFloat16 : torch::kFloat32;
-}
-
-group_muon::AssembleOptions optimizer_options(const Config& config) {
-  group_muon::AssembleOptions options;
-  options.muon = group_muon::GroupMuonOptions(config.muon_lr)
-                     .momentum(config.momentum)
-                     .nesterov(config.nesterov)
-                     .average(config.average)
-                     .weight_decay(config.muon_weight_decay)
-                     .seed(config.seed)
-                     .method(config.method)
-                     .coefficients(config.coefficients)
-                     .steps(config.iterations)
-                     .precision(config.muon_precision)
-                     .eps(config.eps)
-                     .relative_eps(config.relative_eps)
-                     .base_scale(config.base_scale)
-                     .transfer(config.transfer)
-                     .reference(config.reference);
-  options.adamw = torch::optim::AdamWOptions(config.adamw_lr)
-                      .betas({config.adamw_beta1, config.adamw_beta2})
-                      .eps(config.adamw_eps)
-                      .weight_decay(config.adamw_weight_decay);
-  if (config.qkv == "packed") return options;  // no layout: the whole matrix
-  const auto shape = model_shape(config);
-  options.layouts = {
-      {"attn.c_attn.weight",
-       group_muon::packed_qkv(
-           {.heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()},
-           {.q = group_muon::parse_schedule(config.qk_group),
-            .k = group_muon::parse_schedule(
-                config.k_group.empty() ? config.qk_group : config.k_group),
-            .v = group_muon::parse_schedule(config.v_group),
-            .share_qk = config.share_qk})}};
-  return options;
-}
-
-double lr_factor(const Config& config, int64_t step) {
-  if (step < config.warmup) {
-    return static_cast<double>(step + 1) / static_cast<double>(config.warmup);
-  }
-  if (step < config.steps - config.warmdown) return 1;
-  return static_cast<double>(config.steps - step) / static_cast<double>(config.warmdown);
+      same, "a path or text has characters that a TOML file cannot hold (not UTF-8?)");
+  return text;
 }
 
 }  // namespace train

@@ -9,9 +9,6 @@
 #include <variant>
 #include <vector>
 
-#include "gpt/model.h"
-#include "group_muon/assemble.h"
-
 namespace train {
 
 /// Defaults are the paper's setting (GPT-2 Small); see configs/gpt2-paper.toml.
@@ -103,33 +100,22 @@ const Key& find_key(std::string_view name);
 /// Keys and texts as given on a command line or in a file, in order.
 using Settings = std::vector<std::pair<std::string, std::string>>;
 
-/// What a TOML file says: tables are sections, keys are those of config_keys().
+/// What a TOML file says: tables are sections, keys are those of config_keys(), in their order.
 Settings read_settings(const std::string& path);
 
 /// Sets a key from text, or throws an error that names it.
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
 
-/// The config with these settings; the later ones win. With packed QKV, qk-group is `all` unless set.
+/// The config with these settings; the later ones win. `qkv = packed` undoes head groups set before.
 Config configure(const Settings& settings, Config config = {});
 
-/// The config of a run being resumed with these settings. Refuses, by name, those that differ and
-/// would make it another run; adds to `notes` those that change rounding.
-Config reconfigure(const Config& config, const Settings& settings, std::vector<std::string>& notes);
+/// Whether a run that was `was` may go on as `is`: refuses, by name, what would make it another run,
+/// and returns notes on what changes rounding.
+std::vector<std::string> compare_for_resume(const Config& was, const Config& is);
 
-/// All keys with sections and help, as a TOML file.
+/// All keys with sections and help, as a TOML file. Refuses texts that such a file cannot hold.
 std::string to_toml(const Config& config);
-
-/// Refuses values that make no sense, naming key and value.
-void check(const Config& config);
-
-gpt::ModelShape model_shape(const Config& config);
-torch::ScalarType matmul_precision(const std::string& name);
-group_muon::AssembleOptions optimizer_options(const Config& config);
-
-/// The factor on both learning rates at 0-based step t: rising over `warmup` steps, 1, and falling
-/// linearly over the last `warmdown` steps.
-double lr_factor(const Config& config, int64_t step);
 
 /// The candidate with the fewest edits, or "" if none is near.
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);

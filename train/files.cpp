@@ -1,10 +1,12 @@
 #include "train/files.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -14,6 +16,8 @@
 
 namespace train {
 namespace {
+
+namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& path, const char* what) {
   throw std::runtime_error("'" + path + "' " + what + ": " + std::strerror(errno));
@@ -96,12 +100,46 @@ void OutputFile::sync() {
 
 void replace_file(const std::string& path, std::string_view text) {
   const std::string temporary = path + ".tmp";
-  {
+  try {
     OutputFile file(temporary);
     file.write(text);
     file.sync();
+  } catch (...) {
+    ::unlink(temporary.c_str());
+    throw;
   }
-  std::filesystem::rename(temporary, path);
+  if (::rename(temporary.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
+  const std::string folder = fs::path(path).parent_path().string();
+  sync_folder(folder.empty() ? "." : folder);
+}
+
+void make_folder(const std::string& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  if (!error && fs::is_directory(path)) return;
+  if (error) errno = error.value();
+  fail(path, "cannot be made");
+}
+
+void replace_folder(const std::string& fresh, const std::string& path) {
+  if (!fs::exists(path)) {
+    if (::rename(fresh.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
+    return;
+  }
+  if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) {
+    fs::remove_all(fresh);  // the old one
+    return;
+  }
+  delete_folder(path);  // this file system cannot exchange
+  if (::rename(fresh.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
+}
+
+void delete_folder(const std::string& path) {
+  const fs::path place(path);
+  const auto doomed = place.parent_path() / ("deleting-" + place.filename().string());
+  fs::remove_all(doomed);
+  if (::rename(path.c_str(), doomed.c_str()) != 0) fail(path, "cannot be deleted");
+  fs::remove_all(doomed);
 }
 
 void sync_folder(const std::string& folder) {
@@ -111,6 +149,21 @@ void sync_folder(const std::string& folder) {
   ::close(descriptor);
   if (failed != 0) fail(folder, "cannot be synced");
 }
+
+FolderLock::FolderLock(const std::string& folder)
+    : descriptor_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (descriptor_ < 0) fail(folder, "cannot be read");
+  if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
+  const int error = errno;
+  ::close(descriptor_);
+  errno = error;
+  if (error == EWOULDBLOCK) {
+    throw std::runtime_error("another process is training in '" + folder + "'");
+  }
+  fail(folder, "cannot be locked");
+}
+
+FolderLock::~FolderLock() { ::close(descriptor_); }
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);

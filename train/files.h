@@ -40,8 +40,29 @@ class OutputFile {
 /// Puts `text` in the file's place: written beside it, synced, renamed.
 void replace_file(const std::string& path, std::string_view text);
 
+/// Makes a folder and those above it; no harm if it is there.
+void make_folder(const std::string& path);
+
+/// Puts folder `fresh` in the place of folder `path`, in one step where the file system can.
+void replace_folder(const std::string& fresh, const std::string& path);
+
+/// Deletes a folder so that no part of it is ever seen under its name.
+void delete_folder(const std::string& path);
+
 /// Makes renames within the folder last.
 void sync_folder(const std::string& folder);
+
+/// Keeps other processes out of a folder as long as it lives, or the process does.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& folder);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int descriptor_;
+};
 
 std::string read_text(const std::string& path);
 

@@ -7,8 +7,8 @@
 namespace train {
 namespace {
 
-// The file's path, after its lines beyond `step`, and a last one that was cut off, are gone.
-std::string cut_back(const std::string& folder, int64_t step) {
+// The file's path, after its lines beyond that point, and a last one that was cut off, are gone.
+std::string cut_back(const std::string& folder, int64_t step, bool validated) {
   const std::string path = folder + "/metrics.jsonl";
   if (!std::filesystem::exists(path)) return path;
   std::istringstream lines(read_text(path));
@@ -16,6 +16,7 @@ std::string cut_back(const std::string& folder, int64_t step) {
   for (std::string line; std::getline(lines, line);) {
     const auto entry = nlohmann::json::parse(line, nullptr, false);
     if (!entry.is_object() || entry.value("step", step + 1) > step) continue;
+    if (!validated && entry["step"] == step && entry.contains("validation_loss")) continue;
     kept.append(line).append("\n");
   }
   replace_file(path, kept);
@@ -24,8 +25,8 @@ std::string cut_back(const std::string& folder, int64_t step) {
 
 }  // namespace
 
-MetricsLog::MetricsLog(const std::string& folder, int64_t step)
-    : lines_(cut_back(folder, step), /*append=*/true), events_(folder, step) {}
+MetricsLog::MetricsLog(const std::string& folder, int64_t step, bool validated)
+    : lines_(cut_back(folder, step, validated), /*append=*/true), events_(folder, step) {}
 
 void MetricsLog::write(int64_t step, const std::vector<std::pair<std::string, double>>& values) {
   nlohmann::ordered_json line{{"step", step}};

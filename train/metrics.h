@@ -13,9 +13,14 @@ namespace train {
 
 class MetricsLog {
  public:
-  /// Goes on in `folder` after `step`: lines of later steps, of a run that was cut off, are dropped.
-  MetricsLog(const std::string& folder, int64_t step);
+  /// Begins anew in `folder`.
+  explicit MetricsLog(const std::string& folder) : MetricsLog(folder, -1, true) {}
+  /// Goes on after `step`, which was validated already or not: what the log says beyond that, by a
+  /// run that was cut off, is dropped.
+  MetricsLog(const std::string& folder, int64_t step, bool validated);
   void write(int64_t step, const std::vector<std::pair<std::string, double>>& values);
+  /// To the disk itself.
+  void sync() { lines_.sync(); }
 
  private:
   OutputFile lines_;

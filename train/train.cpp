@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <thread>
 
 #include "gpt/shards.h"
@@ -17,6 +18,7 @@
 #include "train/files.h"
 #include "train/machine.h"
 #include "train/metrics.h"
+#include "train/recipe.h"
 
 namespace train {
 namespace {
@@ -77,6 +79,23 @@ double add_norms(
   return std::sqrt(squares);
 }
 
+// A checksum of the first 33 million tokens and of samples of what comes after; reading them also
+// finds tokens beyond the vocabulary.
+uint32_t fingerprint(const gpt::TokenStream& stream, int64_t size, uint32_t crc) {
+  constexpr int64_t kChunk = 65536, kFirst = int64_t{1} << 25, kSamples = 256;
+  std::vector<int64_t> tokens(kChunk);
+  const auto take = [&](int64_t at) {
+    const int64_t count = std::min(kChunk, size - at);
+    stream.read(at, count, tokens.data());
+    crc = crc32c(crc, tokens.data(), static_cast<size_t>(count) * sizeof(int64_t));
+  };
+  const int64_t first = std::min(size, kFirst);
+  for (int64_t at = 0; at < first; at += kChunk) take(at);
+  const int64_t stride = std::max<int64_t>(kChunk, (size - first) / kSamples);
+  for (int64_t at = first; at < size; at += stride) take(at);
+  return crc;
+}
+
 torch::Device device_of(const Config& config) {
   const torch::Device device(config.device);
   TORCH_CHECK_VALUE(
@@ -119,7 +138,7 @@ class Trainer {
   double validate();
   Tensor tokens_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const;
   void save();
-  void report(const char* stage, double part);
+  void report(bool validating, double part);
   void check_stop() const;
   bool is_due(int64_t interval) const {
     return state_.step == config_.steps || (interval > 0 && state_.step % interval == 0);
@@ -139,6 +158,7 @@ class Trainer {
   std::string last_checkpoint_;
   Progress progress_;
   std::vector<double> recent_seconds_;  // of the last steps
+  double validation_seconds_ = 0;       // of the last validation
 };
 
 Trainer::Trainer(const Config& config, const Listener& listener)
@@ -169,10 +189,10 @@ Trainer::Trainer(const Config& config, const Listener& listener)
             ": all of it is used"));
   }
   validation_windows_ = std::min(wanted, validation_windows_);
-  std::vector<int64_t> head(std::min<int64_t>(training_.size(), 65536));
-  training_.read(0, static_cast<int64_t>(head.size()), head.data());
   state_.training_tokens = training_.size();
-  state_.data_crc = crc32c(0, head.data(), head.size() * sizeof(int64_t));
+  state_.data_crc = fingerprint(training_, training_.size(), 0);
+  const int64_t validated = validation_windows_ * config.context + 1;
+  state_.data_crc = fingerprint(validation_, validated, state_.data_crc);
 }
 
 // [sequences, context + 1]: tokens and, moved by one, targets.
@@ -212,7 +232,7 @@ double Trainer::accumulate_gradients() {
     loss.backward();
     mean += loss.item<double>();
     done += count;
-    report("step", static_cast<double>(done) / static_cast<double>(config_.batch));
+    report(/*validating=*/false, static_cast<double>(done) / static_cast<double>(config_.batch));
   }
   return mean;
 }
@@ -246,9 +266,12 @@ void Trainer::train_step(MetricsLog& metrics) {
   for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()] = weight.clone();
   optimizers_.step();
   for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()].sub_(weight);
-  add_norms(values, "update_norm", kinds_, [&](const Tensor& weight) {
+  const double change = add_norms(values, "update_norm", kinds_, [&](const Tensor& weight) {
     return updates.at(weight.unsafeGetTensorImpl());
   });
+  TORCH_CHECK(
+      std::isfinite(change), "step ", state_.step + 1, ": the update's norm is ", change,
+      "; the run cannot go on. A lower learning rate may help");
 
   const double seconds = seconds_since(start);
   state_.step += 1;
@@ -257,7 +280,7 @@ void Trainer::train_step(MetricsLog& metrics) {
   progress_.loss = loss;
   recent_seconds_.push_back(seconds);
   if (recent_seconds_.size() > 20) recent_seconds_.erase(recent_seconds_.begin());
-  report("step", 0);
+  report(/*validating=*/false, 0);
   values.emplace_back("tokens", static_cast<double>(state_.step * config_.batch * config_.context));
   values.emplace_back("seconds", state_.seconds);
   values.emplace_back("tokens_per_second", progress_.tokens_per_second);
@@ -265,24 +288,22 @@ void Trainer::train_step(MetricsLog& metrics) {
   if (listener_.step) listener_.step(progress_);
 }
 
-// Fills in the progress after `part` of the next step, and tells the listener.
-void Trainer::report(const char* stage, double part) {
-  progress_.stage = stage;
-  progress_.step = static_cast<double>(state_.step);
-  if (stage[0] == 'v') {
-    progress_.fraction = part;
-  } else {
-    progress_.step += part;
-    progress_.fraction = progress_.step / static_cast<double>(config_.steps);
-  }
+// Fills in the progress after `part` of the next step or of the validation, and tells the listener.
+void Trainer::report(bool validating, double part) {
+  const auto steps = static_cast<double>(config_.steps);
+  progress_.validating = validating;
+  progress_.step = static_cast<double>(state_.step) + (validating ? 0 : part);
+  progress_.fraction = validating ? part : progress_.step / steps;
   if (!recent_seconds_.empty()) {
-    double seconds = 0;
-    for (const double step : recent_seconds_) seconds += step;
-    seconds /= static_cast<double>(recent_seconds_.size());
+    const double seconds = std::accumulate(recent_seconds_.begin(), recent_seconds_.end(), 0.0) /
+                           static_cast<double>(recent_seconds_.size());
     progress_.tokens_per_second = static_cast<double>(config_.batch * config_.context) / seconds;
     progress_.peak_fraction =
         progress_.tokens_per_second * gpt::training_flops_per_token(model_.shape()) / peak_;
-    progress_.seconds_left = (static_cast<double>(config_.steps) - progress_.step) * seconds;
+    const double steps_left = steps - progress_.step;
+    const double validations_left =
+        std::ceil(steps_left / static_cast<double>(config_.validation_interval));
+    progress_.seconds_left = steps_left * seconds + validations_left * validation_seconds_;
   }
   if (listener_.progress) listener_.progress(progress_);
 }
@@ -290,6 +311,7 @@ void Trainer::report(const char* stage, double part) {
 double Trainer::validate() {
   const torch::NoGradGuard no_grad;
   model_.set_precision(matmul_precision(config_.validation_precision));
+  const auto start = Clock::now();
   double sum = 0;
   for (int64_t done = 0; done < validation_windows_;) {
     check_stop();
@@ -299,10 +321,16 @@ double Trainer::validate() {
     sum +=
         loss_of(model_, tokens_at(validation_, starts)).item<double>() * static_cast<double>(count);
     done += count;
-    report("validating", static_cast<double>(done) / static_cast<double>(validation_windows_));
+    report(
+        /*validating=*/true, static_cast<double>(done) / static_cast<double>(validation_windows_));
   }
   model_.set_precision(matmul_precision(config_.precision));
-  return sum / static_cast<double>(validation_windows_);
+  validation_seconds_ = seconds_since(start);
+  const double loss = sum / static_cast<double>(validation_windows_);
+  TORCH_CHECK(
+      std::isfinite(loss), "step ", state_.step, ": the validation loss is ", loss,
+      "; the run cannot go on. A lower learning rate, --warmup or --clip may help");
+  return loss;
 }
 
 void Trainer::save() {
@@ -320,19 +348,28 @@ void Trainer::start(const std::string& checkpoint) {
   TORCH_CHECK_VALUE(
       saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
       "the training data in '", config_.data, "' is not what the run began with");
+  set_aside_later(config_.out, saved.step);
   state_ = saved;
   last_checkpoint_ = checkpoint;
 }
 
 Outcome Trainer::run() {
-  MetricsLog metrics(config_.out, state_.step);
-  int64_t saved_step = last_checkpoint_.empty() ? -1 : state_.step;
+  const bool fresh = last_checkpoint_.empty();
+  MetricsLog metrics =
+      fresh ? MetricsLog(config_.out)
+            : MetricsLog(config_.out, state_.step, state_.validation_loss.has_value());
+  // A checkpoint is written again if the loss at its step became known since.
+  auto saved = fresh ? std::nullopt : std::optional(state_);
   const auto save_here = [&] {
-    if (saved_step == state_.step) return;
+    if (saved && saved->step == state_.step && saved->validation_loss == state_.validation_loss) {
+      return;
+    }
+    metrics.sync();
     save();
-    saved_step = state_.step;
+    saved = state_;
   };
   Outcome outcome;
+  outcome.folder = config_.out;
   try {
     for (;;) {
       if (is_due(config_.validation_interval) && !state_.validation_loss) {
@@ -359,8 +396,9 @@ Outcome Trainer::run() {
 Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   const auto hint = [&] {
     const auto all = list_checkpoints(run);
-    return all.empty() ? std::string(". There is no checkpoint")
-                       : ". The last checkpoint is whole: " + all.back();
+    if (all.empty()) return std::string(". There is no checkpoint");
+    const std::string whole = damage(all.back()).empty() ? "is whole" : "is damaged";
+    return ". The last checkpoint " + whole + ": " + all.back();
   };
   try {
     return trainer.run();
@@ -371,19 +409,33 @@ Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   }
 }
 
-// The newest checkpoint, checked; if it is damaged, the error offers the newest that is not.
-std::string newest_whole(const std::string& run) {
-  const auto all = list_checkpoints(run);
+// Where a run goes on from: the named checkpoint, or its newest. If that is damaged, the error offers the
+// newest that is not.
+std::string checkpoint_to_resume(const Place& place) {
+  const auto all = list_checkpoints(place.run);
   if (all.empty()) return "";
-  const std::string why = damage(all.back());
-  if (why.empty()) return all.back();
-  std::string offer = "there is none before it; begin again with another --out";
-  for (size_t i = all.size() - 1; i-- > 0;) {
-    if (!damage(all[i]).empty()) continue;
-    offer = "one before it is whole; go on from there with --resume " + all[i];
-    break;
+  const std::string chosen = place.checkpoint.empty() ? all.back() : place.checkpoint;
+  const std::string why = damage(chosen);
+  if (why.empty()) return chosen;
+  const std::string other = newest_whole(all);
+  TORCH_CHECK_VALUE(
+      false, "checkpoint '", chosen, "' is damaged (", why, "); ",
+      other.empty() ? "no other is whole, so begin again with another --out"
+                    : "another is whole, go on from there with --resume " + other);
+}
+
+void refuse_existing(const Config& config) {
+  for (const char* name : {"/config.toml", "/checkpoints", "/metrics.jsonl"}) {
+    TORCH_CHECK_VALUE(
+        !fs::exists(config.out + name), "'", config.out,
+        "' holds a run already; go on with it with ", "--resume ", config.out,
+        ", or give another --out");
   }
-  TORCH_CHECK_VALUE(false, "checkpoint '", all.back(), "' is damaged (", why, "); ", offer);
+}
+
+std::string without_slash(const std::string& path) {
+  const fs::path normal = fs::path(path).lexically_normal();
+  return (normal.has_filename() ? normal : normal.parent_path()).string();
 }
 
 void record_start(const Config& config) {
@@ -398,36 +450,38 @@ void record_start(const Config& config) {
 }  // namespace
 
 Outcome train(const Config& given, const Listener& listener) {
-  const Config config = resolved(given);
+  Config config = resolved(given);
+  config.out = without_slash(config.out);
   TORCH_CHECK_VALUE(
-      !fs::exists(config.out + "/config.toml"), "'", config.out,
-      "' holds a run already; go on with it with --resume ", config.out, ", or give another --out");
+      fs::absolute(config.out) != config.data, "out should be another folder than data");
+  refuse_existing(config);
+  to_toml(config);  // can be written down
   at::set_num_threads(static_cast<int>(config.threads));
   Trainer trainer(config, listener);
   trainer.start("");
-  fs::create_directories(config.out);
+  make_folder(config.out);
+  const FolderLock lock(config.out);
+  refuse_existing(config);  // another process may have been faster
   if (fs::exists(config.data + kVocabularyFile)) {
-    fs::copy_file(
-        config.data + kVocabularyFile, config.out + kVocabularyFile,
-        fs::copy_options::overwrite_existing);
+    replace_file(config.out + kVocabularyFile, read_text(config.data + kVocabularyFile));
   }
   record_start(config);
+  if (listener.begin) listener.begin(config.out);
   return run_or_say_where(trainer, config.out);
 }
 
 Run open_run(const std::string& path, const Settings& settings) {
   const auto place = locate(path);
   Run run;
+  run.lock = std::make_shared<FolderLock>(place.run);
   Config saved = configure(read_settings(place.run + "/config.toml"));
   saved.out = place.run;  // it may have been moved
-  run.config = resolved(reconfigure(saved, settings, run.notes));
-  if (place.checkpoint.empty()) {
-    run.checkpoint = newest_whole(place.run);
-  } else {
-    const std::string why = damage(place.checkpoint);
-    TORCH_CHECK_VALUE(why.empty(), "checkpoint '", place.checkpoint, "' is damaged (", why, ")");
-    run.checkpoint = place.checkpoint;
+  run.config = resolved(configure(settings, saved));
+  if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {
+    run.config.out = saved.out;
   }
+  run.notes = compare_for_resume(saved, run.config);
+  run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(
       run.checkpoint.empty() ? "there is no checkpoint yet: the run begins anew"
                              : "going on from " + run.checkpoint);
@@ -435,6 +489,19 @@ Run open_run(const std::string& path, const Settings& settings) {
 }
 
 Outcome resume(const Run& run, const Listener& listener) {
+  if (listener.begin) listener.begin(run.config.out);
+  if (!run.checkpoint.empty()) {
+    const auto state = read_state(run.checkpoint);
+    if (state.step == run.config.steps && state.validation_loss) {
+      if (listener.note)
+        listener.note("the run is finished, all " + std::to_string(state.step) + " steps");
+      return {
+          .folder = run.config.out,
+          .step = state.step,
+          .validation_loss = *state.validation_loss,
+          .checkpoint = run.checkpoint};
+    }
+  }
   if (listener.note) {
     for (const auto& note : run.notes) listener.note(note);
   }

@@ -3,19 +3,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "train/config.h"
+#include "train/files.h"
 
 namespace train {
 
 /// How far a run is.
 struct Progress {
-  const char* stage = "";  // "step" or "validating"
-  double step = 0;         // steps done, a part of one too
-  double fraction = 0;     // of the run, or of the validation
-  double loss = 0;         // of the last step
+  double step = 0;      // steps done, a part of one too
+  double fraction = 0;  // of the run; of the validation while there is one
+  bool validating = false;
+  double loss = 0;  // of the last step
   double tokens_per_second = 0;
   double peak_fraction = 0;  // the model's arithmetic, as part of what a matrix product reaches
   double seconds_left = 0;
@@ -23,6 +25,7 @@ struct Progress {
 
 /// How a run tells what happens. All may be left empty.
 struct Listener {
+  std::function<void(const std::string& folder)> begin = {};
   std::function<void(const Progress&)> progress = {};  // often
   std::function<void(const Progress&)> step = {};      // after every step
   std::function<void(int64_t step, double loss)> validation = {};
@@ -32,17 +35,19 @@ struct Listener {
 };
 
 struct Outcome {
+  std::string folder = {};
   int64_t step = 0;
   bool stopped = false;  // before the last step
   double validation_loss = 0;
-  std::string checkpoint;
+  std::string checkpoint = {};
 };
 
 /// A run on disk that can go on.
 struct Run {
-  Config config;                   // config.out is its folder
-  std::string checkpoint;          // where it goes on from; empty: from the beginning
-  std::vector<std::string> notes;  // what one should know
+  Config config;                     // config.out is its folder
+  std::string checkpoint;            // where it goes on from; empty: from the beginning
+  std::vector<std::string> notes;    // what one should know
+  std::shared_ptr<FolderLock> lock;  // it is ours alone
 };
 
 /// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.

@@ -1,5 +1,6 @@
 """group-muon train and sample, the program itself: right numbers, and hard to break."""
 
+import fcntl
 import json
 import math
 import os
@@ -8,8 +9,10 @@ import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 
@@ -217,8 +220,10 @@ class TestWhatAPersonSees:
         assert sum("validation loss" in line for line in lines) == 4  # 0, 4, 8, 12
         assert lines[-1] == f"checkpoint {tmp_path / 'run/checkpoints/step-000012'}"
 
-    def test_one_live_line_on_a_terminal(self, tmp_path, data):
+    @pytest.mark.parametrize("columns", [80, 120])
+    def test_one_live_line_on_a_terminal(self, tmp_path, data, columns):
         parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         with subprocess.Popen(
             [PROGRAM, "train", *arguments(data, tmp_path / "run", steps=40)],
             stdout=child, stderr=child,
@@ -231,10 +236,22 @@ class TestWhatAPersonSees:
             except OSError:  # the other side is closed
                 pass
         assert process.returncode == 0
-        live = [part for part in seen.decode().split("\r") if "] step" in part]
+        live = [
+            part for part in seen.decode().split("\r") if re.search(r"\] step \d+/40  loss", part)
+        ]
         assert len(live) > 40
+        assert max(len(part.replace("\033[2K", "").split("\n")[0]) for part in live) < columns
         pattern = r"\[=*>? *\] step \d+/40  loss \d+\.\d{4}  [\d.]+k tokens/s, \d+% of GEMM peak, "
         assert re.search(pattern + r"\d+:\d\d left", live[-1]), live[-1]
+
+    def test_plain_lines_in_a_log_beside_a_terminal(self, tmp_path, data):
+        parent, child = pty.openpty()
+        words = arguments(data, tmp_path / "run")
+        done = subprocess.run(
+            [PROGRAM, "train", *words], stdout=subprocess.PIPE, stderr=child, check=True
+        )
+        os.close(parent), os.close(child)
+        assert b"step 10/12  loss" in done.stdout and b"step 12/12  loss" in done.stdout
 
     def test_the_run_folder_holds_the_record(self, tmp_path, data):
         train(data, tmp_path / "run")
@@ -290,8 +307,12 @@ class TestWhatAPersonSees:
 
         return ask("tags")["run"], ask("scalars?tag=loss&run=run")
 
-    def test_help_has_every_key_with_default_and_meaning(self):
+    def test_help_has_every_key_with_default_and_meaning(self, tmp_path, data):
         text = program("train", "--help").stdout
+        train(data, tmp_path / "run", steps=4)
+        for line in (tmp_path / "run/config.toml").read_text().splitlines():
+            if found := re.match(r"([\w-]+) = .*  # (.+)", line):
+                assert re.search(rf"--{found[1]} .*{re.escape(found[2][:15])}", text), line
         for name, default in {"layers": 12, "qk-group": "6:random", "adamw-lr": 0.0036}.items():
             assert re.search(rf"--{name} \[{default}\] +\w", text), name
         assert "--resume" in text
@@ -302,20 +323,28 @@ class TestWhatAPersonSees:
             (["--qk-grop", "2"], "there is no flag --qk-grop; did you mean --qk-group?"),
             (["--steps"], "--steps"),
             (["a.toml", "b.toml"], "'b.toml' is one argument too many"),
-            (["nowhere.toml"], "nowhere.toml"),
+            (["nowhere.toml"], "there is no file 'nowhere.toml'"),
+            (["/tmp"], "there is no file '/tmp'"),
+            (["--resume", ""], "holds no run"),
             (["--layers", "many"], "layers should be a whole number, not 'many'"),
         ],
     )
     def test_wrong_words(self, words, message):
         done = program("train", *words, check=False)
         assert done.returncode != 0 and message in done.stderr
-        assert len(done.stderr.strip().splitlines()) <= 2
+        assert len(done.stderr.strip().splitlines()) == 1
+
+    def test_wrong_commands(self):
+        done = program("trian", check=False)
+        assert done.returncode == 2 and "did you mean train?" in done.stderr
+        assert program(check=False).returncode == 2
+        assert program("--version").stdout.startswith("group-muon 0.")
 
 
 class TestResume:
-    @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-    def test_after_kill_9_at_any_moment(self, tmp_path, data, precision):
-        options = {"precision": precision, "steps": 500, "checkpoint-interval": 7}
+    @pytest.mark.parametrize(("precision", "interval"), [("bf16", 7), ("fp32", 7), ("bf16", 60)])
+    def test_after_kill_9_at_any_moment(self, tmp_path, data, precision, interval):
+        options = {"precision": precision, "steps": 500, "checkpoint-interval": interval}
         train(data, tmp_path / "whole", **options)
         run = tmp_path / "cut"
         generator = numpy.random.default_rng(7)
@@ -327,7 +356,7 @@ class TestResume:
             ) as process:
                 try:
                     # Long enough to get on, short enough to be hit at any moment, a write too.
-                    process.wait(timeout=generator.uniform(0.8, 1.6))
+                    process.wait(timeout=generator.uniform(0.5, 2))
                 except subprocess.TimeoutExpired:
                     process.kill()
             if process.returncode == 0:
@@ -359,6 +388,16 @@ class TestResume:
         assert stopped["step"] >= 10
         assert values(run, "step")[-1] == stopped["step"]
 
+    def test_two_processes_do_not_train_in_one_folder(self, tmp_path, data):
+        options = {"steps": 3000, "validation-interval": 1000}
+        command = [PROGRAM, "train", *arguments(data, tmp_path / "run", **options)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while "step 10/" not in process.stdout.readline():
+                pass
+            done = program("train", "--resume", tmp_path / "run", check=False)
+            process.kill()
+        assert done.returncode == 1 and "another process is training in" in done.stderr
+
     def test_a_conflicting_option_is_refused_by_name(self, tmp_path, data):
         train(data, tmp_path / "run")
         before = curve(tmp_path / "run")
@@ -371,8 +410,18 @@ class TestResume:
             done = program("train", "--resume", tmp_path / "run", f"--{flag}", value, check=False)
             assert done.returncode == 1 and f"{flag} = {value} conflicts" in done.stderr
         assert curve(tmp_path / "run") == before
-        done = program("train", "--resume", tmp_path / "run", "--micro-batch", "2")
+        start = tmp_path / "run/checkpoints/step-000008"
+        done = program("train", "--resume", start, "--micro-batch", "2")
         assert "micro-batch was 8 and is 2: the run goes on, but not bit for bit" in done.stdout
+
+    def test_the_same_option_said_otherwise_is_no_conflict(self, tmp_path, data):
+        train(data, tmp_path / "run")
+        start = tmp_path / "run/checkpoints/step-000008"
+        words = ["--out", f"{tmp_path}/data/../run/", "--micro-batch", 0, "--keep", 2, "--keep", 3]
+        done = program("train", "--resume", start, *words)
+        assert "not bit for bit" not in done.stdout
+        finished = program("train", "--resume", tmp_path / "run")
+        assert "the run is finished, all 12 steps" in finished.stdout
 
     def test_a_moved_run_and_moved_data(self, tmp_path, data):
         train(data, tmp_path / "run")
@@ -441,16 +490,25 @@ class TestBadInput:
         self.refused(data, tmp_path / "run", data / "train_000000.bin", "64")
 
     def test_a_loss_that_is_no_number(self, tmp_path, data):
+        torch.manual_seed(0)
+        model = Gpt(TINY["layers"], TINY["heads"], TINY["width"], vocabulary=64)
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = math.nan
+        save_model(model, tmp_path / "weights")
+        options = {"init": tmp_path / "weights", "validation-interval": 100}
+        done = train(data, tmp_path / "run", check=False, **options)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert re.search(r"group-muon: step 0: the validation loss is -?nan", done.stderr)
+
+    def test_a_run_that_diverges_keeps_its_last_good_checkpoint(self, tmp_path, data):
         run = tmp_path / "run"
-        options = {"adamw-lr": 1e36, "checkpoint-interval": 1, "validation-interval": 100}
+        # Weight decay that multiplies weights by -10⁶ a step.
+        options = {"muon-weight-decay": 1e9, "checkpoint-interval": 1}
         done = train(data, run, check=False, **options)
-        assert done.returncode == 1
-        assert re.search(
-            r"group-muon: step \d+: the loss is \S+ and the gradient's norm -?nan", done.stderr
-        )
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert re.search(r"group-muon: step \d+: .* cannot go on", done.stderr)
         newest = run / "checkpoints" / checkpoints(run)[-1]
         assert str(newest) in done.stderr
-        assert done.stderr.count("\n") == 1
         assert load_file(newest / "model.safetensors")["lm_head.weight"].isfinite().all()
 
     def test_a_corrupted_checkpoint(self, tmp_path, data):

@@ -1,0 +1,21 @@
+#pragma once
+// What a config means: the model, the optimizers and the learning rate of a run.
+
+#include "gpt/model.h"
+#include "group_muon/assemble.h"
+#include "train/config.h"
+
+namespace train {
+
+/// Refuses values that make no sense, naming key and value.
+void check(const Config& config);
+
+gpt::ModelShape model_shape(const Config& config);
+torch::ScalarType matmul_precision(const std::string& name);
+group_muon::AssembleOptions optimizer_options(const Config& config);
+
+/// The factor on both learning rates at 0-based step t: rising over `warmup` steps, 1, and falling
+/// linearly over the last `warmdown` steps.
+double lr_factor(const Config& config, int64_t step);
+
+}  // namespace train

@@ -28,7 +28,7 @@ def main() -> None:
     encoding = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as out:
-        command = [program, "tokenize", "--out", out, "--threads", "1"]
+        command = [program, "tokenize", "--overwrite", "--out", out, "--threads", "1"]
         command += ["--vocabulary", str(DATA / "vocab.bpe"), *map(str, paths)]
         for _ in range(5):
             start = time.perf_counter()

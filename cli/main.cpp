@@ -74,6 +74,9 @@ int main(int argc, char** argv) {
     return error.get_exit_code();
   } catch (const CLI::Success& asked) {  // --help, --version
     return app.exit(asked);
+  } catch (const CLI::ArgumentMismatch& error) {
+    const std::string message = error.what();  // "--steps: 1 required …"
+    return cli::complain(message.substr(0, message.find(':')) + " wants a value", cli::kWrongUse);
   } catch (const CLI::ParseError& error) {
     return cli::complain(error.what(), cli::kWrongUse);
   } catch (const c10::Error& error) {

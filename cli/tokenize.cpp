@@ -22,12 +22,15 @@ void run(const gpt::CorpusOptions& options) {
   end_live();
   const auto line = [](const char* split, const gpt::CorpusCounts& counts) {
     std::printf(
-        "%-11s %10lld documents %12lld bytes %12lld tokens\n", split,
-        static_cast<long long>(counts.documents), static_cast<long long>(counts.bytes),
-        static_cast<long long>(counts.tokens));
+        "%-11s %10lld document%s %12lld bytes %12lld tokens\n", split,
+        static_cast<long long>(counts.documents), counts.documents == 1 ? " " : "s",
+        static_cast<long long>(counts.bytes), static_cast<long long>(counts.tokens));
   };
   line("training", summary.training);
   line("validation", summary.validation);
+  if (summary.validation.tokens == 0) {
+    std::puts("note: nothing to validate on; 'train' wants some (--validation-fraction)");
+  }
   std::printf(
       "vocabulary  %lld entries\nwritten to  %s\n", static_cast<long long>(summary.vocabulary),
       options.folder.c_str());
@@ -57,9 +60,11 @@ void add_tokenize(CLI::App& app) {
   command
       ->add_option(
           "--validation-fraction", options->validation_fraction,
-          "Without --validation: the fraction of documents to keep for it")
+          "Without --validation: the fraction of documents kept for it, spread evenly; of an only "
+          "document its end")
       ->check(CLI::Range(0.0, 0.5))
       ->capture_default_str();
+  command->add_flag("--overwrite", options->overwrite, "Delete shards the folder holds already");
   command->add_option("--shard-tokens", options->shard_tokens, "Tokens in a shard at most")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();

@@ -133,8 +133,8 @@ void add_train(CLI::App& app) {
   auto arguments = std::make_shared<TrainArguments>();
   auto* command = app.add_subcommand(
       "train",
-      "Train a GPT with AdamW and Group Muon\n"
-      "Every option below is also a key of the configuration file, under [its group].");
+      "Train a GPT with AdamW and Group Muon; every option with a [default] is also a key of the "
+      "configuration file, under its group");
   command->add_option("config", arguments->file, "A TOML file, such as configs/small.toml")
       ->type_name("FILE");
   arguments->resume = command
@@ -146,16 +146,18 @@ void add_train(CLI::App& app) {
   const train::Config defaults;
   for (const auto& key : train::config_keys()) {
     const std::string name = key.name, value = train::get(defaults, key);
-    command
-        ->add_option_function<std::string>(
-            "--" + name,
-            [arguments, name](const std::string& text) {
-              arguments->flags.emplace_back(name, text);
-            },
-            key.help)
-        ->group(key.section)
-        ->take_last()
-        ->type_name(value.empty() ? "" : "[" + value + "]");
+    auto* option = command
+                       ->add_option_function<std::string>(
+                           "--" + name,
+                           [arguments, name](const std::string& text) {
+                             arguments->flags.emplace_back(name, text.empty() ? "true" : text);
+                           },
+                           key.help)
+                       ->group(key.section)
+                       ->take_last()
+                       ->type_name(value.empty() ? "" : "[" + value + "]");
+    // A bare --nesterov means true.
+    if (std::holds_alternative<bool train::Config::*>(key.member)) option->expected(0, 1);
   }
   command->callback([arguments] { run(*arguments); });
 }

@@ -110,6 +110,16 @@ struct Batch {
   }
 };
 
+// Where the last `fraction` of a text begins: after a line's end if there is one in reach, or a blank.
+size_t tail_start(std::string_view text, double fraction) {
+  const auto wanted = static_cast<size_t>(static_cast<double>(text.size()) * (1 - fraction));
+  for (const char separator : {'\n', ' '}) {
+    const size_t at = text.find(separator, wanted);
+    if (at != std::string_view::npos && at + 1 < text.size() && at < wanted + 10000) return at + 1;
+  }
+  return text.size();
+}
+
 // Sends all documents through take(batch), each with its split.
 void for_each_batch(const CorpusOptions& options, const std::function<void(const Batch&)>& take) {
   Batch batch;
@@ -117,20 +127,33 @@ void for_each_batch(const CorpusOptions& options, const std::function<void(const
     if (!batch.chunks.empty()) take(batch);
     batch = {};
   };
-  const auto pass = [&](const std::vector<std::string>& inputs, double fraction, bool all) {
-    int64_t index = 0;
-    for_each_document(inputs, [&](std::string_view document) {
-      // Every 1/fraction-th document, the middle one first.
-      const double before = std::floor(static_cast<double>(index) * fraction + 0.5);
-      const bool chosen = all || std::floor(static_cast<double>(++index) * fraction + 0.5) > before;
-      batch.add(document, chosen);
-      if (batch.text.size() >= kBatchBytes) flush();
-    });
-    flush();
+  const auto add = [&](std::string_view document, bool validation) {
+    batch.add(document, validation);
+    if (batch.text.size() >= kBatchBytes) flush();
   };
-  const bool own = !options.validation_inputs.empty();
-  pass(options.inputs, own ? 0 : options.validation_fraction, false);
-  if (own) pass(options.validation_inputs, 0, true);
+  const double fraction = options.validation_inputs.empty() ? options.validation_fraction : 0;
+  const auto stride = fraction > 0 ? std::max<int64_t>(2, std::llround(1 / fraction)) : int64_t{0};
+  // The second of every `stride` documents. The first is held back until a second one comes; alone,
+  // it is cut in two.
+  std::string first;
+  int64_t count = 0;
+  for_each_document(options.inputs, [&](std::string_view document) {
+    if (count == 1) add(first, false);
+    if (count == 0) {
+      first = document;
+    } else {
+      add(document, stride > 0 && count % stride == 1);
+    }
+    ++count;
+  });
+  if (count == 1) {
+    const size_t cut = fraction > 0 ? tail_start(first, fraction) : first.size();
+    add(std::string_view(first).substr(0, cut), false);
+    if (cut < first.size()) add(std::string_view(first).substr(cut), true);
+  }
+  for_each_document(
+      options.validation_inputs, [&](std::string_view document) { add(document, true); });
+  flush();
 }
 
 int64_t total_bytes(const CorpusOptions& options) {
@@ -159,6 +182,18 @@ Vocabulary learn(const CorpusOptions& options, const CorpusProgress& progress, d
   return learn_vocabulary(counts[0], options.learn_size, [&](int64_t entries) {
     progress("learning", static_cast<double>(entries) / static_cast<double>(options.learn_size));
   });
+}
+
+// Shards as we name them: train_000000.bin, val_000000.bin, …
+std::vector<fs::path> shards_in(const std::string& folder) {
+  std::vector<fs::path> shards;
+  std::error_code missing;
+  for (const auto& entry : fs::directory_iterator(folder, missing)) {
+    const std::string name = entry.path().filename().string();
+    const bool ours = name.rfind("train_", 0) == 0 || name.rfind("val_", 0) == 0;
+    if (ours && entry.path().extension() == ".bin") shards.push_back(entry.path());
+  }
+  return shards;
 }
 
 void check_size(int64_t vocabulary) {
@@ -195,7 +230,12 @@ void for_each_document(
 
 CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress& progress) {
   if (options.vocabulary.empty() == (options.learn_size == 0)) {
-    throw std::runtime_error("give either a vocabulary file or the size of one to learn");
+    throw std::runtime_error(
+        "which vocabulary? Give --vocabulary gpt2, --vocabulary FILE, or --learn 4096");
+  }
+  if (!options.overwrite && !shards_in(options.folder).empty()) {
+    throw std::runtime_error(
+        "'" + options.folder + "' holds shards already; give another --out, or --overwrite");
   }
   check_size(options.learn_size);
   const bool learning = options.vocabulary.empty();
@@ -208,6 +248,7 @@ CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress
       learning ? learn(options, progress, all_bytes) : Vocabulary::from_file(options.vocabulary);
   check_size(vocabulary.size());
   fs::create_directories(options.folder);
+  for (const auto& shard : shards_in(options.folder)) fs::remove(shard);
   ShardWriter writers[] = {
       {options.folder, "train", options.shard_tokens},
       {options.folder, "val", options.shard_tokens}};

@@ -26,6 +26,7 @@ struct CorpusOptions {
   int64_t learn_size = 0;  // entries of a vocabulary learnt from the training text
   int64_t shard_tokens = 100'000'000;
   int threads = 1;
+  bool overwrite = false;  // shards that are in the folder already are deleted
 };
 
 struct CorpusCounts {
@@ -43,7 +44,8 @@ struct CorpusSummary {
 using CorpusProgress = std::function<void(const char* stage, double fraction)>;
 
 /// Writes train_*.bin and val_*.bin, every document preceded by the end-of-text token. With a
-/// fraction, the documents for validation are spread evenly over the inputs.
+/// fraction, documents for validation are spread evenly over the inputs, at least one; of an only
+/// document the end is taken.
 CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress& progress);
 
 }  // namespace gpt

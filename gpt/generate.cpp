@@ -37,6 +37,7 @@ void generate(
   TORCH_CHECK_VALUE(!prompt.empty(), "a prompt should have at least one token");
   TORCH_CHECK_VALUE(
       options.temperature >= 0, "temperature should be 0 or more, not ", options.temperature);
+  TORCH_CHECK_VALUE(options.tokens > 0, "tokens should be 1 or more, not ", options.tokens);
   TORCH_CHECK_VALUE(options.top_k >= 0, "top-k should be 0 or more, not ", options.top_k);
   const c10::InferenceMode inference;
   const auto context = static_cast<size_t>(model.shape().context);

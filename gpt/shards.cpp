@@ -147,7 +147,9 @@ TokenStream::TokenStream(const std::string& folder, const std::string& split, in
   }
   if (error) fail(folder, "cannot be read: " + error.message());
   if (paths.empty()) {
-    fail(folder, "has no *" + split + "*.bin shard; make some with 'group-muon tokenize'");
+    fail(
+        folder, "has no *" + split + "*.bin shard; make some with 'group-muon tokenize'" +
+                    (split == "val" ? " --validation or --validation-fraction" : ""));
   }
   std::sort(paths.begin(), paths.end());
   for (const auto& path : paths) {
@@ -209,8 +211,8 @@ void TokenStream::read(int64_t position, int64_t count, int64_t* out) const {
   }
 }
 
-SequenceOrder::SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed)
-    : windows_((stream_size - 1) / context), context_(context), seed_(seed) {
+SequenceOrder::SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed, bool shuffle)
+    : windows_((stream_size - 1) / context), context_(context), seed_(seed), shuffle_(shuffle) {
   if (windows_ < 1) {
     throw std::runtime_error(
         "the data has " + std::to_string(stream_size) + " tokens, too few for one sequence of " +
@@ -220,7 +222,7 @@ SequenceOrder::SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed
 
 int64_t SequenceOrder::start_of(int64_t k) const {
   const int64_t epoch = k / windows_, index = k % windows_;
-  if (epoch == 0) return index * context_;
+  if (epoch == 0 && !shuffle_) return index * context_;
   const uint64_t key = seed_ * 0x9e3779b97f4a7c15ULL + static_cast<uint64_t>(epoch);
   return permuted(index, windows_, key) * context_;
 }

@@ -54,18 +54,19 @@ class TokenStream {
 };
 
 /// Where the k-th training sequence starts. The stream is cut into windows of `context` tokens (the
-/// token after a window is its last target). The first epoch reads them in order, every later one in
-/// an order of its own, drawn from the seed. A pure function of k, so that it does not matter how a
+/// token after a window is its last target). Every epoch reads them in an order of its own, drawn
+/// from the seed, but the first, if not shuffled, as they are. A pure function of k, so that it does not matter how a
 /// batch is cut up, nor where a run was resumed.
 class SequenceOrder {
  public:
-  SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed);
+  SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed, bool shuffle = false);
   int64_t windows() const { return windows_; }
   int64_t start_of(int64_t k) const;
 
  private:
   int64_t windows_, context_;
   uint64_t seed_;
+  bool shuffle_;
 };
 
 }  // namespace gpt

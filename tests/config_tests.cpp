@@ -45,7 +45,7 @@ TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
 }
 
 TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
-  size_t bytes = 3 * sizeof(int64_t);  // four bools, two of them neighbours, each padded
+  size_t bytes = 4 * sizeof(int64_t);  // five bools, two of them neighbours, each padded
   for (const auto& key : config_keys()) {
     EXPECT_FALSE(std::string(key.help).empty()) << key.name;
     std::visit(
@@ -159,9 +159,11 @@ TEST(ConfigTest, ValuesThatMakeNoSenseAreRefusedByName) {
   EXPECT_ERROR_SAYS(check_with({{"adamw-lr", "nan"}}), "adamw-lr");
   EXPECT_ERROR_SAYS(check_with({{"precision", "fp8"}}), "bf16, fp32, not 'fp8'");
   EXPECT_ERROR_SAYS(check_with({{"heads", "7"}}), "7 heads do not divide a width of 768");
-  EXPECT_ERROR_SAYS(check_with({{"qk-group", "5"}}), "qk-group = 5 does not fit 12");
+  EXPECT_ERROR_SAYS(
+      check_with({{"qk-group", "5"}}), "qk-group = 5 does not fit the 12 query heads");
   EXPECT_ERROR_SAYS(check_with({{"v-group", "2:sideways"}}), "v-group");
-  EXPECT_ERROR_SAYS(check_with({{"qk-group", "6"}, {"kv-heads", "4"}}), "does not fit 4");
+  EXPECT_ERROR_SAYS(
+      check_with({{"qk-group", "6"}, {"kv-heads", "4"}}), "the 4 key and value heads");
   EXPECT_ERROR_SAYS(check_with({{"qkv", "packed"}, {"qk-group", "2"}}), "no head groups");
   EXPECT_ERROR_SAYS(check_with({{"steps", "10"}}), "warmdown");
   EXPECT_ERROR_SAYS(check_with({{"method", "guess"}}), "guess");

@@ -128,6 +128,16 @@ TEST(SequenceOrder, TheFirstEpochIsInOrderAndEveryLaterOneAPermutationOfItsOwn) 
   EXPECT_NE(SequenceOrder(1001, 10, 8).start_of(100), SequenceOrder(1001, 10, 9).start_of(100));
 }
 
+TEST(SequenceOrder, AShuffledFirstEpochIsAPermutationToo) {
+  const SequenceOrder order(1001, 10, 7, /*shuffle=*/true);
+  std::vector<int64_t> starts;
+  for (int64_t k = 0; k < 100; ++k) starts.push_back(order.start_of(k));
+  EXPECT_FALSE(std::is_sorted(starts.begin(), starts.end()));
+  std::sort(starts.begin(), starts.end());
+  for (int64_t k = 0; k < 100; ++k) EXPECT_EQ(starts[k], 10 * k);
+  EXPECT_NE(order.start_of(0), SequenceOrder(1001, 10, 8, true).start_of(0));
+}
+
 TEST(SequenceOrder, TheLastTargetMustBeInTheStream) {
   EXPECT_EQ(SequenceOrder(1000, 10, 0).windows(), 99);
   EXPECT_THROW(SequenceOrder(10, 10, 0), std::runtime_error);

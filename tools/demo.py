@@ -50,7 +50,7 @@ class Run:
         self.log = folder / f"{name}.log"
 
     def start(self) -> None:
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT)
 
     def ended(self) -> bool:
@@ -153,7 +153,7 @@ def main() -> None:
     runs = [Run(program, folder, data, name, flags) for name in SETTINGS]
     train_all(runs, at_once)
     say("\n" + table(runs))
-    say("One seed and a few minutes: a taste, no evidence.\n")
+    say("One seed and a few minutes: a taste, not evidence.\n")
 
     picture = folder / "curves.png"
     plot.curves(str(picture), [f"{run.folder}={SETTINGS[run.name][0]}" for run in runs])

@@ -276,7 +276,15 @@ TrainerState read_state(const std::string& checkpoint) {
 }
 
 void load_weights(const std::string& path, gpt::Model& model) {
-  const std::string file = fs::is_directory(path) ? path + kModelFile : path;
+  std::string file = path;
+  if (fs::is_directory(path)) {
+    const std::string own = path + kModelFile;
+    const std::string newest = newest_whole(list_checkpoints(path), /*weights_only=*/true);
+    TORCH_CHECK_VALUE(
+        fs::exists(own) || !newest.empty(), "'", path,
+        "' has no weights: neither a checkpoint, nor ", "a run with one");
+    file = fs::exists(own) ? own : newest + kModelFile;
+  }
   const auto tensors = load_tensors(file);
   for (const auto& item : model.named_parameters()) {
     copy_into(item.value(), tensors, item.key(), file);

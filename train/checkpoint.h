@@ -53,7 +53,7 @@ std::string newest_whole(const std::vector<std::string>& checkpoints, bool weigh
 
 TrainerState read_state(const std::string& checkpoint);
 
-/// Weights from CHECKPOINT/model.safetensors, or from any safetensors file with these names.
+/// Weights of a checkpoint, of a run's newest one, or of any safetensors file with these names.
 void load_weights(const std::string& path, gpt::Model& model);
 
 /// Weights, momentum and all: the run goes on as if never stopped.

@@ -33,6 +33,8 @@ std::vector<Key> make_keys() {
       {"data", "batch", &C::batch, "Sequences a step"},
       {"data", "micro-batch", &C::micro_batch,
        "Sequences at a time, gradients add up; 0: about 4096 tokens", kRounding},
+      {"data", "shuffle", &C::shuffle,
+       "Read the first epoch, too, in an order drawn from the seed; false: as the shards have it"},
 
       {"muon", "qkv", &C::qkv,
        "three-way: Q, K and V apart, in groups; packed: one matrix, no groups"},
@@ -208,7 +210,9 @@ const Key& find_key(std::string_view name) {
 Settings read_settings(const std::string& path) {
   TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
   try {
-    return settings_of(toml::parse_file(path));
+    const Settings settings = settings_of(toml::parse_file(path));
+    configure(settings);  // so that an error of a value names the file
+    return settings;
   } catch (const toml::parse_error& error) {
     std::ostringstream where;
     where << error.source().begin;
@@ -269,8 +273,9 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
     if (before == now || key.on_change == OnChange::kFree) continue;
     TORCH_CHECK_VALUE(
         key.on_change == OnChange::kRounding, key.name, " = ", now, " conflicts with the run's ",
-        before, "; a resumed run keeps its options. Leave it away, or start another run with ",
-        "another --out");
+        before,
+        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
+        "this one's weights: --init RUN --out ANOTHER");
     notes.push_back(
         c10::str(
             key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit"));

@@ -26,6 +26,7 @@ struct Config {
   std::string data;
   int64_t batch = 512;
   int64_t micro_batch = 0;
+  bool shuffle = false;
   // muon
   std::string qkv = "three-way";
   std::string qk_group = "6:random";

@@ -7,17 +7,27 @@
 namespace train {
 namespace {
 
-void check_group(const Config& config, const char* key, const std::string& text, int64_t heads) {
+// Calls action; an error starts with `prefix` instead of the library's own.
+template <typename Action>
+void with_prefix(const std::string& prefix, Action&& action) {
   try {
-    group_muon::checked(group_muon::parse_schedule(text), heads, "");
+    action();
   } catch (const c10::Error& error) {
     std::string why = error.what_without_backtrace();
-    for (const char* prefix : {"group_muon: ", ": "}) {
-      if (why.rfind(prefix, 0) == 0) why.erase(0, std::string_view(prefix).size());
+    for (const char* own : {"group_muon: ", ": "}) {
+      if (why.rfind(own, 0) == 0) why.erase(0, std::string_view(own).size());
     }
-    TORCH_CHECK_VALUE(
-        false, key, " = ", text, " does not fit ", heads, " of ", config.heads, " heads: ", why);
+    TORCH_CHECK_VALUE(false, prefix, ": ", why);
   }
+}
+
+void check_group(const char* key, const std::string& text, int64_t heads, const char* heads_name) {
+  group_muon::GroupingSchedule schedule;
+  const std::string given = c10::str(key, " = ", text);
+  with_prefix(given, [&] { schedule = group_muon::parse_schedule(text); });
+  with_prefix(c10::str(given, " does not fit the ", heads, " ", heads_name, " heads"), [&] {
+    group_muon::checked(schedule, heads, "");
+  });
 }
 
 void check_choice(
@@ -55,7 +65,8 @@ void check(const Config& config) {
   }
   TORCH_CHECK_VALUE(
       config.warmup + config.warmdown <= config.steps, "warmup and warmdown should fit into ",
-      config.steps, " steps, but they are ", config.warmup, " and ", config.warmdown);
+      config.steps, " steps, but they are ", config.warmup, " and ", config.warmdown,
+      "; give --warmup and --warmdown too");
   check_fraction("momentum", config.momentum);
   check_fraction("adamw-beta1", config.adamw_beta1);
   check_fraction("adamw-beta2", config.adamw_beta2);
@@ -72,12 +83,14 @@ void check(const Config& config) {
             !config.share_qk,
         "qkv = packed has no head groups; leave qk-group, k-group, v-group and share-qk away");
   } else {
-    check_group(config, "qk-group", config.qk_group, shape.heads);
-    const bool own = !config.k_group.empty();
-    check_group(
-        config, own ? "k-group" : "qk-group", own ? config.k_group : config.qk_group,
-        shape.key_heads());
-    check_group(config, "v-group", config.v_group, shape.key_heads());
+    const char* keys = "key and value";
+    check_group("qk-group", config.qk_group, shape.heads, "query");
+    if (config.k_group.empty()) {
+      check_group("qk-group", config.qk_group, shape.key_heads(), keys);
+    } else {
+      check_group("k-group", config.k_group, shape.key_heads(), keys);
+    }
+    check_group("v-group", config.v_group, shape.key_heads(), keys);
   }
   group_muon::step_options(optimizer_options(config).muon);
 }
@@ -137,6 +150,24 @@ double lr_factor(const Config& config, int64_t step) {
   }
   if (step < config.steps - config.warmdown) return 1;
   return static_cast<double>(config.steps - step) / static_cast<double>(config.warmdown);
+}
+
+std::vector<std::string> unused_groupings(const Config& config) {
+  std::vector<std::string> notes;
+  for (const auto& [key, text] :
+       {std::pair{"qk-group", config.qk_group},
+        {"k-group", config.k_group},
+        {"v-group", config.v_group}}) {
+    if (text.empty()) continue;
+    for (const auto& grouping : group_muon::parse_schedule(text)) {
+      if (grouping.from_step < config.steps) continue;
+      notes.push_back(
+          c10::str(
+              key, " = ", text, ": step ", grouping.from_step, " never comes, the run has ",
+              config.steps));
+    }
+  }
+  return notes;
 }
 
 }  // namespace train

@@ -14,6 +14,9 @@ gpt::ModelShape model_shape(const Config& config);
 torch::ScalarType matmul_precision(const std::string& name);
 group_muon::AssembleOptions optimizer_options(const Config& config);
 
+/// Notes on parts of grouping schedules that begin after the last step.
+std::vector<std::string> unused_groupings(const Config& config);
+
 /// The factor on both learning rates at 0-based step t: rising over `warmup` steps, 1, and falling
 /// linearly over the last `warmdown` steps.
 double lr_factor(const Config& config, int64_t step);

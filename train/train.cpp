@@ -167,7 +167,7 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       device_(device_of(config)),
       training_(config.data, "train", config.vocabulary),
       validation_(config.data, "val", config.vocabulary),
-      order_(training_.size(), config.context, static_cast<uint64_t>(config.seed)),
+      order_(training_.size(), config.context, static_cast<uint64_t>(config.seed), config.shuffle),
       validation_windows_(gpt::SequenceOrder(validation_.size(), config.context, 0).windows()),
       model_(
           model_shape(config), matmul_precision(config.precision),
@@ -187,6 +187,9 @@ Trainer::Trainer(const Config& config, const Listener& listener)
             "the validation data has ", validation_.size(),
             " tokens, fewer than validation-tokens = ", config.validation_tokens,
             ": all of it is used"));
+  }
+  if (listener_.note) {
+    for (const auto& note : unused_groupings(config)) listener_.note(note);
   }
   validation_windows_ = std::min(wanted, validation_windows_);
   state_.training_tokens = training_.size();

@@ -187,7 +187,7 @@ def test_shards_are_cut_and_validation_can_be_given(tmp_path, gpt2):
     [
         (["missing.txt", "--learn", 300], "'missing.txt' is neither a file nor a folder"),
         (["empty", "--learn", 300], "'empty' holds no .txt file"),
-        (["t.txt"], "give either a vocabulary file or the size of one to learn"),
+        (["t.txt"], "which vocabulary?"),
         (["t.txt", "--learn", 100], "has 257 entries at least"),
         (["t.txt", "--learn", 5000], "the text has pairs for a vocabulary of"),
         (["t.txt", "--learn", 70000], "16-bit tokens"),
@@ -217,3 +217,31 @@ def test_bad_input_gets_one_clear_line(tmp_path, arguments, message):
 def test_a_full_disk_is_reported():
     done = with_gpt2("/dev/full/out", __file__, check=False)
     assert done.returncode == 1 and b"group-muon: " in done.stderr
+
+
+def test_shards_are_not_mixed_with_older_ones(tmp_path):
+    texts = [f"document {i} of some words. " * 20 for i in range(9)]
+    (tmp_path / "t.txt").write_text("\n<|endoftext|>\n".join(texts))
+    with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--shard-tokens", 100)
+    assert len(list((tmp_path / "out").glob("*.bin"))) > 5
+    refused = with_gpt2(tmp_path / "out", tmp_path / "t.txt", check=False)
+    assert refused.returncode == 1 and b"holds shards already" in refused.stderr
+    with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--overwrite")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["train_000000.bin", "val_000000.bin", "vocabulary.tiktoken"]
+
+
+@pytest.mark.parametrize("documents", [1, 2, 30])
+def test_some_text_is_always_kept_for_validation(tmp_path, documents):
+    text = "".join(f"line {i} of a text\n" for i in range(300))
+    (tmp_path / "t.txt").write_text("<|endoftext|>\n".join([text] * documents))
+    done = with_gpt2(tmp_path / "out", tmp_path / "t.txt")
+    training, validation = tokens(tmp_path / "out"), tokens(tmp_path / "out", "val")
+    assert training and validation and training[0] == validation[0] == END
+    if documents == 1:  # its end, cut after a line
+        assert 0 < len(validation) < 0.02 * len(training)
+    else:
+        assert (training.count(END), validation.count(END)) == (documents - 1, 1)
+    assert b"note" not in done.stdout
+    none = with_gpt2(tmp_path / "none", tmp_path / "t.txt", "--validation-fraction", 0)
+    assert b"note: nothing to validate on" in none.stdout

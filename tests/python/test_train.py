@@ -321,7 +321,7 @@ class TestWhatAPersonSees:
         ("words", "message"),
         [
             (["--qk-grop", "2"], "there is no flag --qk-grop; did you mean --qk-group?"),
-            (["--steps"], "--steps"),
+            (["--steps"], "--steps wants a value"),
             (["a.toml", "b.toml"], "'b.toml' is one argument too many"),
             (["nowhere.toml"], "there is no file 'nowhere.toml'"),
             (["/tmp"], "there is no file '/tmp'"),
@@ -333,6 +333,16 @@ class TestWhatAPersonSees:
         done = program("train", *words, check=False)
         assert done.returncode != 0 and message in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+    def test_bare_switches_and_idle_schedules(self, tmp_path, data):
+        words = arguments(data, tmp_path / "run", **{"qk-group": "1@0,2@99"})
+        done = program("train", "--shuffle", "--nesterov", "--average", "false", *words)
+        assert "note: qk-group = 1@0,2@99: step 99 never comes, the run has 12" in done.stdout
+        config = (tmp_path / "run/config.toml").read_text()
+        assert "shuffle = true" in config and "average = false" in config
+        train(data, tmp_path / "second", init=tmp_path / "run")  # its newest weights
+        first = values(tmp_path / "second", "validation_loss")[0]
+        assert first == values(tmp_path / "run", "validation_loss")[-1]
 
     def test_wrong_commands(self):
         done = program("trian", check=False)
@@ -473,10 +483,12 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"heads": 5}, "5 heads do not divide a width of 32"),
-            ({"qk-group": "3:random"}, "qk-group = 3:random does not fit 4"),
+            ({"qk-group": "3:random"}, "qk-group = 3:random does not fit the 4 query heads"),
             ({"qk-group": "6:rendom"}, "rendom"),
-            ({"v-group": 3}, "v-group = 3 does not fit 4"),
+            ({"v-group": 3}, "v-group = 3 does not fit the 4 key and value heads"),
             ({"device": "cuda"}, "CUDA"),
+            ({"warmdown": 13}, "give --warmup and --warmdown too"),
+            ({"init": "."}, "has no weights"),
             ({"init": "nowhere.safetensors"}, "nowhere.safetensors"),
         ],
     )

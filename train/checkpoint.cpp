@@ -3,11 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <regex>
+#include <string_view>
 
 #include "train/files.h"
 #include "train/safetensors.h"
@@ -97,12 +98,15 @@ void copy_into(
   to.copy_(found->second);
 }
 
-// The step in a checkpoint's name, or -1.
+// The step in a checkpoint's name, or -1: "step-" and six digits or more, nothing else.
 int64_t step_of(const fs::path& path) {
-  static const std::regex pattern("step-([0-9]{6,15})");
-  std::smatch match;
+  constexpr std::string_view kPrefix = "step-";
   const std::string name = path.filename().string();
-  return std::regex_match(name, match, pattern) ? std::stoll(match[1]) : -1;
+  if (name.rfind(kPrefix, 0) != 0 || name.size() < kPrefix.size() + 6) return -1;
+  int64_t step = -1;
+  const char* end = name.data() + name.size();
+  const auto [rest, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  return error == std::errc() && rest == end && step >= 0 ? step : -1;
 }
 
 ordered_json read_json(const std::string& path) {

@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/terminal.h"
 #include "gpt/generate.h"
 #include "gpt/tokenizer.h"
 #include "train/checkpoint.h"
@@ -33,12 +32,8 @@ std::string choose(const train::Place& place, const SampleArguments& arguments) 
                              : arguments.best ? train::best_checkpoint(all)
                                               : all.back();
   TORCH_CHECK_VALUE(!chosen.empty(), "no checkpoint of '", arguments.run, "' was validated");
-  const std::string why = train::damage(chosen, /*weights_only=*/true);
-  if (why.empty()) return chosen;
-  const std::string other = train::newest_whole(all, /*weights_only=*/true);
-  TORCH_CHECK_VALUE(
-      false, "checkpoint '", chosen, "' is damaged (", why, "); ",
-      other.empty() ? "no other is whole" : "the newest whole one is " + shell_word(other));
+  train::require_whole(chosen, all, /*weights_only=*/true, "give that: ");
+  return chosen;
 }
 
 gpt::Vocabulary vocabulary_of(const train::Place& place, const std::string& given) {

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -7,6 +6,7 @@
 #include <numeric>
 
 #include "gpt/shards.h"
+#include "testing.h"
 
 namespace gpt {
 namespace {
@@ -15,11 +15,6 @@ namespace fs = std::filesystem;
 
 class ShardsTest : public testing::Test {
  protected:
-  ShardsTest() : folder_(fs::temp_directory_path() / ("shards_" + std::to_string(getpid()))) {
-    fs::create_directories(folder_);
-  }
-  ~ShardsTest() override { fs::remove_all(folder_); }
-
   void write(const std::vector<uint32_t>& tokens, int64_t shard_tokens) {
     ShardWriter writer(folder_.string(), "train", shard_tokens);
     writer.write(tokens);
@@ -42,7 +37,8 @@ class ShardsTest : public testing::Test {
     file.write(reinterpret_cast<const char*>(&value), 4);
   }
 
-  fs::path folder_;
+  TemporaryFolder temporary_;
+  const fs::path folder_ = temporary_.path();
 };
 
 std::vector<uint32_t> counting(uint32_t count) {

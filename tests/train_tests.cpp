@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -185,7 +184,7 @@ TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
   const Settings fp32 = {
       {"precision", "fp32"}, {"muon-precision", "float32"}, {"batch", "64"}, {"steps", "6"}};
   std::vector<std::vector<double>> curves;
-  for (const char* size : {"1", "4", "7", "64"}) {
+  for (const char* size : {"1", "4", "7", "16", "64"}) {
     Settings more = fp32;
     more.emplace_back("micro-batch", size);
     train(config(std::string("micro-") + size, more), {});
@@ -330,35 +329,6 @@ TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
   EXPECT_NE(error_with(changed.path()).find("not what the run began with"), std::string::npos);
   EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
   EXPECT_ERROR_SAYS(open_run(folder_.path(), {}), "holds no run");
-}
-
-// Resident memory in bytes.
-int64_t resident() {
-  std::ifstream file("/proc/self/statm");
-  int64_t total = 0, pages = 0;
-  file >> total >> pages;
-  return pages * sysconf(_SC_PAGESIZE);
-}
-
-TEST_F(TrainTest, MemoryDoesNotGrowOver200Steps) {
-#ifdef __SANITIZE_ADDRESS__
-  GTEST_SKIP() << "AddressSanitizer keeps freed memory in quarantine; its leak check sees to this";
-#endif
-  std::vector<int64_t> sizes;
-  Listener listener;
-  listener.step = [&](const Progress&) { sizes.push_back(resident()); };
-  train(
-      config(
-          "run", {{"steps", "230"},
-                  {"warmdown", "0"},
-                  {"validation-interval", "20"},
-                  {"checkpoint-interval", "20"},
-                  {"keep", "1"}}),
-      listener);
-  ASSERT_EQ(sizes.size(), 230);
-  const int64_t early = *std::max_element(sizes.begin() + 20, sizes.begin() + 30);
-  const int64_t late = *std::max_element(sizes.end() - 10, sizes.end());
-  EXPECT_LT(late - early, 2 << 20);  // a leak of one weight a step would be 3 MB, of a batch 80 MB
 }
 
 }  // namespace

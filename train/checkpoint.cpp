@@ -166,8 +166,7 @@ std::string save_checkpoint(
 }
 
 Place locate(const std::string& path) {
-  fs::path place = fs::path(path).lexically_normal();
-  if (!place.has_filename()) place = place.parent_path();
+  fs::path place = normal_path(path);
   if (fs::exists(place / "config.toml")) return {place.string(), ""};
   // RUN/checkpoints/step-000125, perhaps given from within
   if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
@@ -240,6 +239,17 @@ std::string newest_whole(const std::vector<std::string>& checkpoints, bool weigh
       checkpoints.rbegin(), checkpoints.rend(),
       [&](const std::string& path) { return damage(path, weights_only).empty(); });
   return found == checkpoints.rend() ? "" : *found;
+}
+
+void require_whole(
+    const std::string& checkpoint, const std::vector<std::string>& others, bool weights_only,
+    const char* offer) {
+  const std::string why = damage(checkpoint, weights_only);
+  if (why.empty()) return;
+  const std::string whole = newest_whole(others, weights_only);
+  TORCH_CHECK_VALUE(
+      false, "checkpoint '", checkpoint, "' is damaged (", why, "); ",
+      whole.empty() ? "no other is whole" : c10::str("another is whole, ", offer, whole));
 }
 
 std::string damage(const std::string& checkpoint, bool weights_only) {

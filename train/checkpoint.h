@@ -51,6 +51,11 @@ std::string damage(const std::string& checkpoint, bool weights_only = false);
 /// The newest checkpoint that is not damaged, of those given, or "".
 std::string newest_whole(const std::vector<std::string>& checkpoints, bool weights_only = false);
 
+/// Refuses a damaged checkpoint, and offers the newest of the others that is whole, after `offer`.
+void require_whole(
+    const std::string& checkpoint, const std::vector<std::string>& others, bool weights_only,
+    const char* offer);
+
 TrainerState read_state(const std::string& checkpoint);
 
 /// Weights of a checkpoint, of a run's newest one, or of any safetensors file with these names.

@@ -21,18 +21,18 @@ std::vector<Key> make_keys() {
   return {
       {"model", "layers", &C::layers, "Blocks"},
       {"model", "heads", &C::heads, "Query heads a block; they divide the width"},
-      {"model", "kv-heads", &C::kv_heads, "Key and value heads; 0: as heads"},
+      {"model", "kv-heads", &C::kv_heads, "Key and value heads; 0: as heads", 0},
       {"model", "width", &C::width, "Size of the residual stream"},
       {"model", "context", &C::context, "Tokens in a sequence"},
       {"model", "vocabulary", &C::vocabulary,
-       "Entries; 0: those of the data's vocabulary.tiktoken, or else GPT-2's 50257"},
+       "Entries; 0: those of the data's vocabulary.tiktoken, or else GPT-2's 50257", 0},
       {"model", "precision", &C::precision, "Of matrix products: bf16 or fp32; weights are fp32"},
       {"model", "init", &C::init, "Safetensors file to begin with; empty: random weights"},
 
-      {"data", "data", &C::data, "Folder with *train*.bin and *val*.bin shards", kFree},
+      {"data", "data", &C::data, "Folder with *train*.bin and *val*.bin shards", 1, kFree},
       {"data", "batch", &C::batch, "Sequences a step"},
       {"data", "micro-batch", &C::micro_batch,
-       "Sequences at a time, gradients add up; 0: about 4096 tokens", kRounding},
+       "Sequences at a time, gradients add up; 0: about 4096 tokens", 0, kRounding},
       {"data", "shuffle", &C::shuffle,
        "Read the first epoch, too, in an order drawn from the seed; false: as the shards have it"},
 
@@ -69,10 +69,10 @@ std::vector<Key> make_keys() {
       {"adamw", "adamw-weight-decay", &C::adamw_weight_decay, "Decoupled"},
 
       {"schedule", "steps", &C::steps, "Optimizer steps"},
-      {"schedule", "warmup", &C::warmup, "Steps over which learning rates rise; 0: none"},
-      {"schedule", "warmdown", &C::warmdown, "Last steps, over which they fall linearly to 0"},
+      {"schedule", "warmup", &C::warmup, "Steps over which learning rates rise; 0: none", 0},
+      {"schedule", "warmdown", &C::warmdown, "Last steps, over which they fall linearly to 0", 0},
       {"schedule", "clip", &C::clip, "Scale gradients down to this global norm; 0: never"},
-      {"schedule", "seed", &C::seed, "Of weights, random groups and the order of later epochs"},
+      {"schedule", "seed", &C::seed, "Of weights, random groups and the order of later epochs", 0},
 
       {"validation", "validation-interval", &C::validation_interval,
        "Steps from one validation to the next; also before the first and after the last step"},
@@ -82,11 +82,11 @@ std::vector<Key> make_keys() {
 
       {"run", "out", &C::out, "Folder of the run; empty: runs/ and the time"},
       {"run", "checkpoint-interval", &C::checkpoint_interval,
-       "Steps from one checkpoint to the next; 0: only after the last step", kFree},
-      {"run", "keep", &C::keep, "Newest checkpoints to keep, besides the best", kFree},
-      {"run", "log-interval", &C::log_interval, "Steps from one plain line to the next", kFree},
-      {"run", "device", &C::device, "cpu or cuda", kRounding},
-      {"run", "threads", &C::threads, "0: all cores", kRounding},
+       "Steps from one checkpoint to the next; 0: only after the last step", 0, kFree},
+      {"run", "keep", &C::keep, "Newest checkpoints to keep, besides the best", 1, kFree},
+      {"run", "log-interval", &C::log_interval, "Steps from one plain line to the next", 1, kFree},
+      {"run", "device", &C::device, "cpu or cuda", 1, kRounding},
+      {"run", "threads", &C::threads, "0: all cores", 0, kRounding},
   };
 }
 

@@ -89,6 +89,7 @@ struct Key {
   const char* name;
   Member member;
   const char* help;
+  int64_t least = 1;  // of whole numbers; other numbers are 0 or more
   OnChange on_change = OnChange::kRefused;
 };
 

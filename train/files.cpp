@@ -113,6 +113,11 @@ void replace_file(const std::string& path, std::string_view text) {
   sync_folder(folder.empty() ? "." : folder);
 }
 
+std::string normal_path(const std::string& path) {
+  const fs::path normal = fs::path(path).lexically_normal();
+  return (normal.has_filename() ? normal : normal.parent_path()).string();
+}
+
 void make_folder(const std::string& path) {
   std::error_code error;
   fs::create_directories(path, error);

@@ -40,6 +40,9 @@ class OutputFile {
 /// Puts `text` in the file's place: written beside it, synced, renamed.
 void replace_file(const std::string& path, std::string_view text);
 
+/// Without . and .. where that is possible, and without a slash at the end.
+std::string normal_path(const std::string& path);
+
 /// Makes a folder and those above it; no harm if it is there.
 void make_folder(const std::string& path);
 

@@ -38,6 +38,12 @@ void check_choice(
   TORCH_CHECK_VALUE(false, key, " should be one of ", list, ", not '", value, "'");
 }
 
+void check_range(const char* key, int64_t value, int64_t least, int64_t most) {
+  TORCH_CHECK_VALUE(
+      value >= least && value <= most, key, " should be from ", least, " to ", most, ", not ",
+      value);
+}
+
 void check_fraction(const char* key, double value) {
   TORCH_CHECK_VALUE(value < 1, key, " should be below 1, not ", value);
 }
@@ -45,24 +51,17 @@ void check_fraction(const char* key, double value) {
 }  // namespace
 
 void check(const Config& config) {
-  constexpr int64_t kLarge = int64_t{1} << 31;  // products of any two still fit
+  constexpr int64_t kMost = int64_t{1} << 31;  // products of any two still fit
   for (const auto& key : config_keys()) {
     if (const auto* member = std::get_if<int64_t Config::*>(&key.member)) {
-      const std::string_view name = key.name;
-      const int64_t value = config.**member;
-      const bool may_be_zero = name == "kv-heads" || name == "vocabulary" ||
-                               name == "micro-batch" || name == "warmup" || name == "warmdown" ||
-                               name == "seed" || name == "checkpoint-interval" || name == "threads";
-      const int64_t least = may_be_zero ? 0 : 1, most = name == "threads" ? 1024 : kLarge;
-      TORCH_CHECK_VALUE(
-          value >= least && value <= most, name, " should be from ", least, " to ", most, ", not ",
-          value);
+      check_range(key.name, config.**member, key.least, kMost);
     } else if (const auto* number = std::get_if<double Config::*>(&key.member)) {
       TORCH_CHECK_VALUE(
           config.**number >= 0 && std::isfinite(config.**number), key.name,
           " should be 0 or more, not ", config.**number);
     }
   }
+  check_range("threads", config.threads, 0, 1024);
   TORCH_CHECK_VALUE(
       config.warmup + config.warmdown <= config.steps, "warmup and warmdown should fit into ",
       config.steps, " steps, but they are ", config.warmup, " and ", config.warmdown,

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <thread>
@@ -62,17 +61,27 @@ double norm_of(const std::vector<Tensor>& tensors) {
 
 using Values = std::vector<std::pair<std::string, double>>;
 
-// Adds "PREFIX/kind" for every kind and "PREFIX" for all to `values`; returns the latter.
+// Tensors of the weights, kind by kind.
+using ByKind = std::vector<std::vector<Tensor>>;
+
 template <typename TensorOf>
+ByKind by_kind(const std::vector<WeightKind>& kinds, TensorOf&& tensor_of) {
+  ByKind all;
+  for (const auto& kind : kinds) {
+    auto& tensors = all.emplace_back();
+    for (const auto& weight : kind.weights) tensors.push_back(tensor_of(weight));
+  }
+  return all;
+}
+
+// Adds "PREFIX/kind" for every kind and "PREFIX" for all to `values`; returns the latter.
 double add_norms(
     Values& values, const std::string& prefix, const std::vector<WeightKind>& kinds,
-    TensorOf&& tensor_of) {
+    const ByKind& tensors) {
   double squares = 0;
-  for (const auto& kind : kinds) {
-    std::vector<Tensor> tensors;
-    for (const auto& weight : kind.weights) tensors.push_back(tensor_of(weight));
-    const double norm = norm_of(tensors);
-    values.emplace_back(prefix + "/" + kind.name, norm);
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const double norm = norm_of(tensors[i]);
+    values.emplace_back(prefix + "/" + kinds[i].name, norm);
     squares += norm * norm;
   }
   values.emplace_back(prefix, std::sqrt(squares));
@@ -253,25 +262,21 @@ void Trainer::train_step(MetricsLog& metrics) {
   const double loss = accumulate_gradients();
 
   Values values = {{"loss", loss}, {"lr_factor", factor}};
-  const double norm = add_norms(
-      values, "gradient_norm", kinds_, [](const Tensor& weight) { return weight.grad(); });
+  const ByKind gradients = by_kind(kinds_, [](const Tensor& weight) { return weight.grad(); });
+  const double norm = add_norms(values, "gradient_norm", kinds_, gradients);
   TORCH_CHECK(
       std::isfinite(loss) && std::isfinite(norm), "step ", state_.step + 1, ": the loss is ", loss,
       " and the gradient's norm ", norm,
       "; the run cannot go on. A lower learning rate, --warmup or "
       "--clip may help");
   const torch::NoGradGuard no_grad;
-  const auto weights = model_.parameters();
   if (config_.clip > 0 && norm > config_.clip) {
-    for (const auto& weight : weights) weight.grad().mul_(config_.clip / norm);
+    for (const auto& kind : gradients) at::_foreach_mul_(kind, config_.clip / norm);
   }
-  std::map<void*, Tensor> updates;
-  for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()] = weight.clone();
+  const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
   optimizers_.step();
-  for (const auto& weight : weights) updates[weight.unsafeGetTensorImpl()].sub_(weight);
-  const double change = add_norms(values, "update_norm", kinds_, [&](const Tensor& weight) {
-    return updates.at(weight.unsafeGetTensorImpl());
-  });
+  for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(updates[i], kinds_[i].weights);
+  const double change = add_norms(values, "update_norm", kinds_, updates);
   TORCH_CHECK(
       std::isfinite(change), "step ", state_.step + 1, ": the update's norm is ", change,
       "; the run cannot go on. A lower learning rate may help");
@@ -412,19 +417,13 @@ Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   }
 }
 
-// Where a run goes on from: the named checkpoint, or its newest. If that is damaged, the error offers the
-// newest that is not.
+// Where a run goes on from: the named checkpoint, or its newest.
 std::string checkpoint_to_resume(const Place& place) {
   const auto all = list_checkpoints(place.run);
   if (all.empty()) return "";
   const std::string chosen = place.checkpoint.empty() ? all.back() : place.checkpoint;
-  const std::string why = damage(chosen);
-  if (why.empty()) return chosen;
-  const std::string other = newest_whole(all);
-  TORCH_CHECK_VALUE(
-      false, "checkpoint '", chosen, "' is damaged (", why, "); ",
-      other.empty() ? "no other is whole, so begin again with another --out"
-                    : "another is whole, go on from there with --resume " + other);
+  require_whole(chosen, all, /*weights_only=*/false, "go on from there with --resume ");
+  return chosen;
 }
 
 void refuse_existing(const Config& config) {
@@ -434,11 +433,6 @@ void refuse_existing(const Config& config) {
         "' holds a run already; go on with it with ", "--resume ", config.out,
         ", or give another --out");
   }
-}
-
-std::string without_slash(const std::string& path) {
-  const fs::path normal = fs::path(path).lexically_normal();
-  return (normal.has_filename() ? normal : normal.parent_path()).string();
 }
 
 void record_start(const Config& config) {
@@ -454,7 +448,7 @@ void record_start(const Config& config) {
 
 Outcome train(const Config& given, const Listener& listener) {
   Config config = resolved(given);
-  config.out = without_slash(config.out);
+  config.out = normal_path(config.out);
   TORCH_CHECK_VALUE(
       fs::absolute(config.out) != config.data, "out should be another folder than data");
   refuse_existing(config);

@@ -578,6 +578,25 @@ class TestBadInput:
             assert kept and kept[-1] in errors[0] and "whole" in errors[0]
 
 
+class TestMemory:
+    def test_it_does_not_grow_over_200_steps(self, tmp_path, data):
+        options = {"steps": 600, "validation-interval": 20, "checkpoint-interval": 20, "keep": 1}
+        command = [PROGRAM, "train", *arguments(data, tmp_path / "run", **options)]
+        resident = {}  # by step, in bytes
+        with subprocess.Popen(
+            [*command, "--log-interval", "5"], stdout=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout:
+                if found := re.match(r"step (\d+)/600  loss", line):
+                    pages = pathlib.Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+                    resident[int(found[1])] = int(pages) * os.sysconf("SC_PAGESIZE")
+        assert process.returncode == 0
+        early = max(size for step, size in resident.items() if 100 <= step <= 200)
+        late = max(size for step, size in resident.items() if step >= 400)
+        # A leak of one weight a step would be 3 MB or more, of a batch's activations 80.
+        assert late - early < 2 << 20
+
+
 class TestSample:
     @pytest.fixture
     def run(self, tmp_path):

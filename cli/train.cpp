@@ -6,12 +6,15 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <ctime>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
@@ -23,6 +26,7 @@ struct TrainArguments {
   std::string file;
   const CLI::Option* resume = nullptr;
   train::Settings flags;
+  bool profile = false;
 };
 
 std::atomic<int> stop{0};  // the signal that asked for it
@@ -103,6 +107,30 @@ std::string folder_by_time() {
   return text;
 }
 
+// Where the time of the steps went, largest part first.
+void say_profile(const train::Outcome& outcome) {
+  if (outcome.profiled_steps == 0) return;
+  std::vector<std::pair<double, const char*>> parts;
+  double rest = outcome.profiled_seconds;
+  for (size_t i = 0; i < gpt::kPartNames.size(); ++i) {
+    const double seconds = outcome.profile[static_cast<gpt::Part>(i)];
+    if (seconds > 0) parts.emplace_back(seconds, gpt::kPartNames[i]);
+    rest -= seconds;
+  }
+  std::sort(parts.rbegin(), parts.rend());
+  parts.emplace_back(rest, "norms, metrics, other");
+  parts.emplace_back(outcome.profiled_seconds, "a step");
+  say("                          ms   share");
+  for (const auto& [seconds, name] : parts) {
+    char line[96];
+    std::snprintf(
+        line, sizeof line, "%-22s %7.2f  %5.1f%%", name,
+        1e3 * seconds / static_cast<double>(outcome.profiled_steps),
+        100 * seconds / outcome.profiled_seconds);
+    say(line);
+  }
+}
+
 void run(const TrainArguments& arguments) {
   train::Settings settings;
   if (!arguments.file.empty()) settings = train::read_settings(arguments.file);
@@ -119,6 +147,7 @@ void run(const TrainArguments& arguments) {
     outcome = train::resume(run, make_listener(run.config.steps, run.config.log_interval));
   }
   end_live();
+  if (arguments.profile) say_profile(outcome);
   if (outcome.stopped) {
     say(c10::str(
         "stopped after step ", outcome.step, "; go on with: group-muon train --resume ",
@@ -143,6 +172,8 @@ void add_train(CLI::App& app) {
                               "Go on with the run in this folder, from its newest checkpoint, or "
                               "from the given one")
                           ->type_name("RUN");
+  command->add_flag(
+      "--profile", arguments->profile, "At the end, show where the time of a step went");
   const train::Config defaults;
   for (const auto& key : train::config_keys()) {
     const std::string name = key.name, value = train::get(defaults, key);

@@ -5,17 +5,23 @@
 
 #include <cmath>
 
+#include "gpt/kernels.h"
+#include "gpt/native.h"
+#include "gpt/profile.h"
+
 namespace gpt {
 namespace {
 
 using torch::Tensor;
 
 constexpr double kRotaryBase = 10000;
-constexpr double kNormEps = 1e-6;
+
+// fp32 at least.
+Tensor widened(const Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
 
 // No gain; in fp32, and back to what came.
 Tensor rms_norm(const Tensor& x) {
-  const Tensor wide = x.to(at::kFloat);
+  const Tensor wide = widened(x);
   const Tensor scale = at::rsqrt(wide.square().mean(-1, /*keepdim=*/true) + kNormEps);
   return (wide * scale).to(x.scalar_type());
 }
@@ -53,6 +59,17 @@ void check(const ModelShape& shape) {
       shape.vocabulary);
 }
 
+Kernels parse_kernels(std::string_view name, const torch::Device& device) {
+  if (name == "portable") return Kernels::kPortable;
+  const bool can = device.is_cpu() && has_native_kernels();
+  if (name == "auto") return can ? Kernels::kNative : Kernels::kPortable;
+  TORCH_CHECK_VALUE(
+      name == "native", "kernels should be one of auto, native, portable, not '", name, "'");
+  TORCH_CHECK_VALUE(
+      can, "native kernels need a CPU with AVX512-BF16; use kernels = \"portable\" or \"auto\"");
+  return Kernels::kNative;
+}
+
 double training_flops_per_token(const ModelShape& shape) {
   const auto width = static_cast<double>(shape.width);
   const double qkv = static_cast<double>((shape.heads + 2 * shape.key_heads()) * shape.head_dim());
@@ -64,7 +81,7 @@ double training_flops_per_token(const ModelShape& shape) {
 }
 
 Model::Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed)
-    : shape_(shape), precision_(precision) {
+    : shape_(shape), precision_(precision), profile_(std::make_unique<Profile>()) {
   check(shape);
   auto generator = at::detail::createCPUGenerator(seed);
   const auto weight = [&](const std::string& path, int64_t out, int64_t in) {
@@ -77,11 +94,11 @@ Model::Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed
     }
     return owner->register_parameter(path.substr(begin), value);
   };
-  wte_ = weight("transformer.wte.weight", shape.vocabulary, shape.width);
+  weights_.wte = weight("transformer.wte.weight", shape.vocabulary, shape.width);
   const int64_t qkv = (shape.heads + 2 * shape.key_heads()) * shape.head_dim();
   for (int64_t i = 0; i < shape.layers; ++i) {
     const std::string prefix = c10::str("transformer.h.", i, ".");
-    blocks_.push_back(
+    weights_.blocks.push_back(
         {weight(prefix + "attn.c_attn.weight", qkv, shape.width),
          weight(prefix + "attn.c_proj.weight", shape.width, shape.width),
          weight(prefix + "mlp.c_fc.weight", 4 * shape.width, shape.width),
@@ -91,9 +108,11 @@ Model::Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed
       at::arange(0, shape.head_dim(), 2, at::kFloat) / static_cast<double>(shape.head_dim());
   const Tensor angles =
       at::outer(at::arange(shape.context, at::kFloat), 1 / at::pow(kRotaryBase, exponent));
-  cos_ = register_buffer("rotary_cos", angles.cos());
-  sin_ = register_buffer("rotary_sin", angles.sin());
+  weights_.cos = register_buffer("rotary_cos", angles.cos());
+  weights_.sin = register_buffer("rotary_sin", angles.sin());
 }
+
+Model::~Model() = default;
 
 Tensor Model::product(const Tensor& x, const Tensor& weight) const {
   return at::linear(x.to(precision_), weight.to(precision_));
@@ -101,14 +120,15 @@ Tensor Model::product(const Tensor& x, const Tensor& weight) const {
 
 // x: [batch, tokens, heads, head_dim]; the halves of a head turn together.
 Tensor Model::rotated(const Tensor& x, int64_t first_position) const {
-  const Tensor cos = cos_.narrow(0, first_position, x.size(1)).unsqueeze(1);
-  const Tensor sin = sin_.narrow(0, first_position, x.size(1)).unsqueeze(1);
+  const Tensor cos = weights_.cos.narrow(0, first_position, x.size(1)).unsqueeze(1);
+  const Tensor sin = weights_.sin.narrow(0, first_position, x.size(1)).unsqueeze(1);
   const auto halves = x.chunk(2, -1);
   return at::cat({halves[0] * cos + halves[1] * sin, halves[1] * cos - halves[0] * sin}, -1)
       .to(x.scalar_type());
 }
 
-Tensor Model::attention(const Tensor& x, const Block& block, int64_t layer, KeyValueCache* cache) {
+Tensor Model::attention(
+    const Tensor& x, const Weights::Block& block, int64_t layer, KeyValueCache* cache) {
   const int64_t batch = x.size(0), tokens = x.size(1), size = shape_.head_dim();
   const int64_t seen = cache == nullptr ? 0 : cache->tokens;
   const int64_t key_rows = shape_.key_heads() * size;
@@ -137,10 +157,10 @@ Tensor Model::attention(const Tensor& x, const Block& block, int64_t layer, KeyV
 }
 
 Tensor Model::hidden(const Tensor& tokens, KeyValueCache* cache) {
-  Tensor x = at::embedding(wte_, tokens);
+  Tensor x = at::embedding(weights_.wte, tokens);
   const double attention_scale = 1 / std::sqrt(2.0 * static_cast<double>(shape_.layers));
   for (int64_t i = 0; i < shape_.layers; ++i) {
-    const auto& block = blocks_[i];
+    const auto& block = weights_.blocks[i];
     x = x + attention(rms_norm(x), block, i, cache) * attention_scale;
     x = x + product(at::gelu(product(rms_norm(x), block.mlp_c_fc)), block.mlp_c_proj);
   }
@@ -149,8 +169,29 @@ Tensor Model::hidden(const Tensor& tokens, KeyValueCache* cache) {
 }
 
 Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
-  const Tensor logits = product(hidden(tokens, nullptr), wte_).to(at::kFloat);
+  const Tensor logits = widened(product(hidden(tokens, nullptr), weights_.wte));
   return at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+}
+
+double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double share) {
+  if (kernels_ == Kernels::kNative) return native().run(tokens, targets, share);
+  const auto timed = Timed(*profile_, Part::kModel);
+  const Tensor mean = loss(tokens, targets);
+  (mean * share).backward();
+  return mean.item<double>();
+}
+
+double Model::evaluate(const Tensor& tokens, const Tensor& targets) {
+  if (kernels_ == Kernels::kNative) return native().run(tokens, targets, 0);
+  const torch::NoGradGuard no_grad;
+  const auto timed = Timed(*profile_, Part::kModel);
+  return loss(tokens, targets).item<double>();
+}
+
+NativeStep& Model::native() {
+  auto& step = precision_ == at::kBFloat16 ? native_bf16_ : native_fp32_;
+  if (step == nullptr) step = make_native_step(shape_, weights_, precision_, *profile_);
+  return *step;
 }
 
 Tensor Model::next_logits(const Tensor& tokens, KeyValueCache& cache) {
@@ -161,7 +202,7 @@ Tensor Model::next_logits(const Tensor& tokens, KeyValueCache& cache) {
   TORCH_CHECK_VALUE(
       cache.tokens == 0 || tokens.size(1) == 1, "after the first call tokens come one at a time");
   const Tensor last = hidden(tokens, &cache).select(1, -1);
-  return product(last, wte_).to(at::kFloat);
+  return product(last, weights_.wte).to(at::kFloat);
 }
 
 }  // namespace gpt

@@ -4,7 +4,9 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
+#include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace gpt {
@@ -39,42 +41,71 @@ struct KeyValueCache {
   int64_t tokens = 0;
 };
 
-/// Weights and the residual stream are fp32; `precision` is that of the matrix products, bf16 or fp32.
-/// Parameters have the names of the paper's script, such as transformer.h.0.attn.c_attn.weight.
-class Model : public torch::nn::Module {
- public:
-  /// Every weight as a linear layer has it by default: uniform in ±1/√fan_in, from this seed.
-  Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed);
-
-  const ModelShape& shape() const { return shape_; }
-  void set_precision(torch::ScalarType precision) { precision_ = precision; }
-
-  /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens], in fp32.
-  torch::Tensor loss(const torch::Tensor& tokens, const torch::Tensor& targets);
-
-  /// Logits after the last token of each row, [batch, vocabulary] in fp32. `tokens` follow those in
-  /// the cache and are added to it: a prompt first, then one at a time.
-  torch::Tensor next_logits(const torch::Tensor& tokens, KeyValueCache& cache);
-
- private:
+/// A model's tensors, which it shares with its native kernels.
+struct Weights {
   struct Block {
     torch::Tensor attn_c_attn;  // [(heads + 2·kv_heads)·head_dim, width]: Q, K, V
     torch::Tensor attn_c_proj;  // [width, width]
     torch::Tensor mlp_c_fc;     // [4·width, width]
     torch::Tensor mlp_c_proj;   // [width, 4·width]
   };
+  torch::Tensor wte;  // [vocabulary, width], the head too
+  std::vector<Block> blocks;
+  torch::Tensor cos, sin;  // [context, head_dim / 2], fp32
+};
 
+/// What computes losses and gradients: libtorch's operations and autograd, on any device, or kernels of
+/// our own (see native.h), on some CPUs.
+enum class Kernels { kPortable, kNative };
+
+/// Names: portable, native, and auto, which is native where it can be.
+Kernels parse_kernels(std::string_view name, const torch::Device& device);
+
+class NativeStep;
+class Profile;
+
+/// Weights and the residual stream are fp32; `precision` is that of the matrix products, bf16 or fp32.
+/// Parameters have the names of the paper's script, such as transformer.h.0.attn.c_attn.weight.
+class Model : public torch::nn::Module {
+ public:
+  /// Every weight as a linear layer has it by default: uniform in ±1/√fan_in, from this seed.
+  Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed);
+  ~Model() override;
+
+  const ModelShape& shape() const { return shape_; }
+  void set_precision(torch::ScalarType precision) { precision_ = precision; }
+  void set_kernels(Kernels kernels) { kernels_ = kernels; }
+
+  /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens], in fp32, with libtorch.
+  torch::Tensor loss(const torch::Tensor& tokens, const torch::Tensor& targets);
+
+  /// The same, and its gradients, times `share`, are added to those of the weights; by the kernels set.
+  double add_gradients(const torch::Tensor& tokens, const torch::Tensor& targets, double share);
+
+  /// The same without gradients.
+  double evaluate(const torch::Tensor& tokens, const torch::Tensor& targets);
+
+  /// Where the time of the last two went, since the beginning.
+  Profile& profile() { return *profile_; }
+
+  /// Logits after the last token of each row, [batch, vocabulary] in fp32. `tokens` follow those in
+  /// the cache and are added to it: a prompt first, then one at a time.
+  torch::Tensor next_logits(const torch::Tensor& tokens, KeyValueCache& cache);
+
+ private:
+  NativeStep& native();
   torch::Tensor hidden(const torch::Tensor& tokens, KeyValueCache* cache);
   torch::Tensor attention(
-      const torch::Tensor& x, const Block& block, int64_t layer, KeyValueCache* cache);
+      const torch::Tensor& x, const Weights::Block& block, int64_t layer, KeyValueCache* cache);
   torch::Tensor rotated(const torch::Tensor& x, int64_t first_position) const;
   torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight) const;
 
   ModelShape shape_;
   torch::ScalarType precision_;
-  torch::Tensor wte_;  // [vocabulary, width], the head too
-  std::vector<Block> blocks_;
-  torch::Tensor cos_, sin_;  // [context, head_dim / 2], fp32
+  Kernels kernels_ = Kernels::kPortable;
+  Weights weights_;
+  std::unique_ptr<Profile> profile_;
+  std::unique_ptr<NativeStep> native_bf16_, native_fp32_;
 };
 
 }  // namespace gpt

@@ -77,6 +77,8 @@ Tensor FusedAdamW::step(LossClosure closure) {
           lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
           lists.steps, options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
           options.amsgrad(), /*maximize=*/false);
+      // The fused kernel does not; without it autograd, and copies of weights, would miss the change.
+      for (const auto& parameter : lists.params) parameter.unsafeGetTensorImpl()->bump_version();
     }
   }
   return loss;

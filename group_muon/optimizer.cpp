@@ -29,7 +29,7 @@ OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
                 options.coefficients(), options.steps(), options.tail_steps(), result.method)
           : with_tail(triples(options.custom_coefficients()), options.tail_steps());
   result.restarts = options.restarts();
-  if (result.method == Method::kGram && result.restarts.empty()) {
+  if (may_be_gram(result.method) && result.restarts.empty()) {
     result.restarts = gram_restarts(result.coefficients);
   }
   result.precision = parse_precision(options.precision());

@@ -38,8 +38,9 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   TORCH_ARG(std::vector<std::string>, partitions);
   TORCH_ARG(int64_t, seed) = 0;
 
-  /// newton_schulz, gram, exact.
-  TORCH_ARG(std::string, method) = "newton_schulz";
+  /// newton_schulz; gram, the same polynomial for less work; accurate_gram, with less rounding; exact;
+  /// auto: gram on CPUs where it is faster, else newton_schulz.
+  TORCH_ARG(std::string, method) = "auto";
   /// quintic, polar_express, you.
   TORCH_ARG(std::string, coefficients) = "quintic";
   /// Own coefficients a₁, b₁, c₁, a₂, …, one triple a step, instead of the named ones.

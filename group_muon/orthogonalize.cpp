@@ -7,6 +7,8 @@
 #include <limits>
 #include <utility>
 
+#include "group_muon/cpu_gram.h"
+
 namespace group_muon {
 namespace {
 
@@ -91,12 +93,31 @@ Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
   auto bounds = options.restarts;
   bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
   auto begin = options.coefficients.begin();
+  const bool wide = options.method == Method::kAccurateGram && x.scalar_type() == at::kBFloat16;
   for (const auto bound : bounds) {
     const auto end = options.coefficients.begin() + bound;
-    x = at::bmm(gram_factor(at::bmm(x, x.mT()), begin, end), x);
+    const Tensor rows = wide ? x.to(at::kFloat) : x;
+    const Tensor factor = gram_factor(at::bmm(rows, rows.mT()), begin, end);
+    x = at::bmm(factor.to(x.scalar_type()), x);
     begin = end;
   }
   return x;
+}
+
+// X: [B, m, n] on a CPU with products of its own.
+Tensor gram_on_cpu(const Tensor& x, const OrthogonalizeOptions& options) {
+  const Tensor in = normalized(x, options).contiguous();
+  Tensor out = at::empty_like(in);
+  const auto* from = in.const_data_ptr<c10::BFloat16>();
+  auto* to = out.data_ptr<c10::BFloat16>();
+  const int64_t rows = x.size(1), cols = x.size(2);
+  std::vector<GramBlock> blocks;
+  for (int64_t i = 0; i < x.size(0); ++i) {
+    const int64_t offset = i * rows * cols;
+    blocks.push_back({.in = from + offset, .out = to + offset, .rows = rows, .cols = cols});
+  }
+  cpu_gram(blocks, options);
+  return out;
 }
 
 // SVD has no bf16, and needs none: it is not the fast path.
@@ -121,8 +142,8 @@ Tensor orthogonalize_wide(const Tensor& x, const OrthogonalizeOptions& options) 
     return polar_factor(normalized(x, scaled), options.rank_tolerance).to(options.precision);
   }
   const Tensor unit = normalized(x, options);
-  return options.method == Method::kGram ? gram_newton_schulz(unit, options)
-                                         : newton_schulz(unit, options.coefficients);
+  return is_gram(options.method) ? gram_newton_schulz(unit, options)
+                                 : newton_schulz(unit, options.coefficients);
 }
 
 }  // namespace
@@ -134,9 +155,9 @@ std::vector<Coefficients> coefficient_list(
       "group_muon: steps and tail_steps should be 0 or more, and 100 together at most, not ", steps,
       " and ", tail_steps);
   const auto& list = named_list(name);
-  const double margin = name != "polar_express"   ? 1.0
-                        : method == Method::kGram ? kPolarExpressGramMargin
-                                                  : kPolarExpressMargin;
+  const double margin = name != "polar_express" ? 1.0
+                        : may_be_gram(method)   ? kPolarExpressGramMargin
+                                                : kPolarExpressMargin;
   std::vector<Coefficients> coefficients;
   for (int64_t i = 0; i < steps; ++i) {
     coefficients.push_back(with_margin(list[std::min<size_t>(i, list.size() - 1)], margin));
@@ -228,17 +249,22 @@ Tensor orthogonalize(const Tensor& blocks, const OrthogonalizeOptions& options) 
     complete.rank_tolerance =
         default_rank_tolerance(blocks.scalar_type(), options.precision, std::max(rows, cols));
   }
+  if (x.is_cpu() && can_use_cpu_gram(complete))
+    return gram_on_cpu(x, complete).view(blocks.sizes());
   const bool tall = rows > cols;
   const Tensor result = orthogonalize_wide(tall ? x.mT() : x, complete);
   return (tall ? result.mT().contiguous() : result).view(blocks.sizes());
 }
 
 Method parse_method(std::string_view name) {
+  if (name == "auto") return Method::kAuto;
   if (name == "newton_schulz") return Method::kNewtonSchulz;
   if (name == "gram") return Method::kGram;
+  if (name == "accurate_gram") return Method::kAccurateGram;
   if (name == "exact") return Method::kExact;
   TORCH_CHECK_VALUE(
-      false, "group_muon: unknown method '", name, "': use newton_schulz, gram or exact");
+      false, "group_muon: unknown method '", name,
+      "': use auto, newton_schulz, gram, accurate_gram or exact");
 }
 
 c10::ScalarType parse_precision(std::string_view name) {
@@ -262,8 +288,8 @@ void check(const OrthogonalizeOptions& options) {
       options.method == Method::kExact || !options.coefficients.empty(),
       "group_muon: an iteration needs at least one step");
   TORCH_CHECK_VALUE(
-      options.restarts.empty() || options.method == Method::kGram,
-      "group_muon: restarts are for the method gram only");
+      options.restarts.empty() || may_be_gram(options.method),
+      "group_muon: restarts are for the methods gram, accurate_gram and auto only");
   int64_t previous = 0;
   for (const auto restart : options.restarts) {
     TORCH_CHECK_VALUE(

@@ -22,26 +22,33 @@ struct Coefficients {
 enum class Method {
   kNewtonSchulz,  // X ← aX + (bA + cA²)X, A = XXᵀ
   kGram,          // the same polynomial, iterated on the small Gram matrix XXᵀ instead of on X
+  kAccurateGram,  // the same, with the small matrices in fp32 at least
   kExact,         // polar factor by SVD
+  kAuto,          // kGram on CPUs where it is faster (see cpu_gram.h), else kNewtonSchulz
 };
+
+constexpr bool is_gram(Method method) {
+  return method == Method::kGram || method == Method::kAccurateGram;
+}
+constexpr bool may_be_gram(Method method) { return is_gram(method) || method == Method::kAuto; }
 
 /// Named lists: quintic (Muon's), polar_express, you. `steps` entries, the last repeated where the
 /// list is shorter, then `tail_steps` of (2, -1.5, 0.5), which converge to σ = 1. Polar Express is
-/// tuned for σ ≤ 1, so it gets a margin against rounding, a larger one for kGram.
+/// tuned for σ ≤ 1, so it gets a margin against rounding, a larger one for what may be a Gram method.
 std::vector<Coefficients> coefficient_list(
     std::string_view name, int64_t steps, int64_t tail_steps, Method method);
 
 /// The list, then `tail_steps` of the converging step.
 std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
 
-/// The steps after which kGram starts anew from XXᵀ, for these coefficients: at most one, where
+/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: at most one, where
 /// the factor it accumulates stays best conditioned.
 std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients);
 
 struct OrthogonalizeOptions {
   Method method = Method::kNewtonSchulz;
   std::vector<Coefficients> coefficients = coefficient_list("quintic", 5, 0, Method::kNewtonSchulz);
-  std::vector<int64_t> restarts = {};  // kGram: start anew after so many steps
+  std::vector<int64_t> restarts = {};  // Gram methods: start anew after so many steps
   c10::ScalarType precision = c10::kBFloat16;
   double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
   bool relative_eps = true;   // relative keeps scale invariance for tiny blocks
@@ -59,7 +66,7 @@ double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, i
 /// block touches another.
 at::Tensor orthogonalize(const at::Tensor& blocks, const OrthogonalizeOptions& options);
 
-/// Names: newton_schulz, gram, exact; bfloat16, float32, float64.
+/// Names: auto, newton_schulz, gram, accurate_gram, exact; bfloat16, float32, float64.
 Method parse_method(std::string_view name);
 c10::ScalarType parse_precision(std::string_view name);
 

@@ -3,14 +3,19 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <tuple>
+
+#include "group_muon/cpu_gram.h"
+#include "group_muon/passes.h"
 
 namespace group_muon {
 namespace {
 
 using at::Tensor;
+using c10::BFloat16;
 
 MatrixShape shape_of(const Weight& weight) {
   return matrix_shape(weight.value.sizes(), weight.layout, weight.name);
@@ -135,6 +140,30 @@ Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
   return blocks.permute({0, 2, 1, 3}).flatten(2, 3);
 }
 
+// Whether a weight's rows lie as the passes over memory want them, and its blocks can take the CPU's own
+// products.
+bool can_use_cpu_kernels(const Weight& weight, const StepOptions& options) {
+  const auto fits = [](const Tensor& tensor) {
+    return tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() &&
+           !tensor.is_neg();
+  };
+  return fits(weight.value) && fits(weight.grad) && fits(weight.momentum) &&
+         weight.layout.axis == Axis::kRows && can_use_cpu_gram(options.orthogonalize);
+}
+
+// What makes a block of this norm one of norm 1. A block whose squares could leave fp32 is scaled itself.
+float normalization(
+    double norm, BFloat16* block, int64_t size, const OrthogonalizeOptions& options) {
+  if (norm == 0) return 1;
+  const double factor = options.relative_eps ? 1 / (1 + options.eps) : norm / (norm + options.eps);
+  if (norm >= kSmallestNorm && norm <= kLargestNorm) return static_cast<float>(factor / norm);
+  const bool finite = std::isfinite(norm);
+  for (int64_t i = 0; i < size; ++i) {
+    block[i] = finite ? static_cast<float>(static_cast<double>(block[i]) / norm) : NAN;
+  }
+  return static_cast<float>(factor);
+}
+
 }  // namespace
 
 void check_value(const Tensor& value, const std::string& name, bool average) {
@@ -183,18 +212,19 @@ void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& 
 std::vector<Bucket> make_plan(
     const std::vector<Weight>& weights, const StepOptions& options, int64_t max_elements) {
   std::vector<Bucket> buckets;
-  std::map<std::tuple<int64_t, int64_t, std::string, at::ScalarType>, size_t> open;
+  std::map<std::tuple<int64_t, int64_t, std::string, at::ScalarType, bool>, size_t> open;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto& weight = weights[i];
     if (weight.value.numel() == 0) continue;
     const auto shape = shape_of(weight);
     const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
     const auto& momentum = weight.momentum;
+    const bool on_cpu_kernels = can_use_cpu_kernels(weight, options);
     for (const auto& segment : segments_of(weight.layout, length)) {
       const auto [slot, rows, cols] = plan_segment(weight, shape, segment, options);
       const auto [short_side, long_side] = std::minmax(rows, cols);
-      const auto key =
-          std::tuple{short_side, long_side, momentum.device().str(), momentum.scalar_type()};
+      const auto key = std::tuple{
+          short_side, long_side, momentum.device().str(), momentum.scalar_type(), on_cpu_kernels};
       const int64_t max_blocks = max_elements / (short_side * long_side);
       // Stacked matrices may go to several buckets.
       for (int64_t matrix = 0; matrix < shape.count;) {
@@ -203,7 +233,7 @@ std::vector<Bucket> make_plan(
             found == open.end() ? 0 : (max_blocks - buckets[found->second].blocks) / slot.groups;
         if (room < 1) {
           open[key] = buckets.size();
-          buckets.push_back({short_side, long_side, 0, momentum.options(), {}});
+          buckets.push_back({short_side, long_side, 0, momentum.options(), on_cpu_kernels, {}});
           room = std::max<int64_t>(1, max_blocks / slot.groups);
         }
         auto& bucket = buckets[open[key]];
@@ -248,13 +278,64 @@ void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>
   }
 }
 
+void step_on_cpu(
+    const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
+  const MomentumRule rule{static_cast<float>(options.momentum), options.nesterov, options.average};
+  const int64_t elements = bucket.short_side * bucket.long_side;
+  const auto bf16 = bucket.momentum.dtype(at::kBFloat16);
+  const Tensor memory = at::empty({2, bucket.blocks * elements}, bf16);
+  auto* in = memory.data_ptr<BFloat16>();
+  auto* out = in + bucket.blocks * elements;
+
+  // Calls use(weight, slot, map of its rows, place in the bucket) for every matrix of every slot.
+  const auto for_matrices = [&](auto&& use) {
+    for (const auto& slot : bucket.slots) {
+      const auto& weight = weights[slot.weight];
+      const auto shape = shape_of(weight);
+      for (int64_t i = 0; i < slot.matrices; ++i) {
+        const RowMap map{&slot.rows, (slot.first_matrix + i) * shape.rows, shape.cols};
+        use(weight, slot, map, (slot.first_block + i * slot.groups) * elements);
+      }
+    }
+  };
+  std::vector<GramBlock> blocks;
+  for_matrices([&](const Weight& weight, const Slot& slot, const RowMap& map, int64_t place) {
+    std::vector<double> squares(slot.rows.size());
+    momentum_pass(
+        map, rule, weight.grad.const_data_ptr<float>(), weight.momentum.data_ptr<float>(),
+        in + place, squares.data());
+    const auto rows = static_cast<int64_t>(squares.size()) / slot.groups;
+    for (auto row = squares.begin(); row != squares.end(); row += rows, place += elements) {
+      const double norm = std::sqrt(std::accumulate(row, row + rows, 0.0));
+      const float scale = normalization(norm, in + place, elements, options.orthogonalize);
+      blocks.push_back({in + place, out + place, rows, map.cols, scale});
+    }
+  });
+  cpu_gram(blocks, options.orthogonalize);
+  for_matrices([&](const Weight& weight, const Slot& slot, const RowMap& map, int64_t place) {
+    const double decay = 1 - weight.lr * weight.weight_decay;
+    update_pass(
+        map, static_cast<float>(decay), static_cast<float>(weight.lr * slot.scale), out + place,
+        weight.value.data_ptr<float>());
+    weight.value.unsafeGetTensorImpl()->bump_version();  // autograd should know
+  });
+}
+
 void step(const std::vector<Weight>& weights, const StepOptions& options) {
   const at::NoGradGuard no_grad;
-  accumulate_momentum(weights, options);
+  std::vector<Weight> others;
   for (const auto& weight : weights) {
+    if (!can_use_cpu_kernels(weight, options)) others.push_back(weight);
+  }
+  accumulate_momentum(others, options);
+  for (const auto& weight : others) {
     if (weight.weight_decay != 0) weight.value.mul_(1 - weight.lr * weight.weight_decay);
   }
   for (const auto& bucket : make_plan(weights, options)) {
+    if (bucket.on_cpu_kernels) {
+      step_on_cpu(bucket, weights, options);
+      continue;
+    }
     auto orthogonalization = options.orthogonalize;
     if (orthogonalization.rank_tolerance == 0) {  // gathering hides how coarse the momentum is
       orthogonalization.rank_tolerance = default_rank_tolerance(

@@ -61,7 +61,8 @@ struct Bucket {
   int64_t short_side = 0;
   int64_t long_side = 0;
   int64_t blocks = 0;
-  at::TensorOptions momentum;  // device and dtype of what is gathered; neither mixes in a bucket
+  at::TensorOptions momentum;   // device and dtype of what is gathered; neither mixes in a bucket
+  bool on_cpu_kernels = false;  // nor do blocks that can take the way of step_on_cpu with others
   std::vector<Slot> slots;
 };
 
@@ -81,6 +82,10 @@ at::Tensor gather(
 
 /// weight -= lr · scale · block, each block back to the rows it came from.
 void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Weight>& weights);
+
+/// Momentum, blocks, orthogonalization and update of such a bucket, in one pass over memory each.
+void step_on_cpu(
+    const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options);
 
 /// The whole step.
 void step(const std::vector<Weight>& weights, const StepOptions& options);

@@ -17,10 +17,11 @@ int main(int argc, char** argv) {
       train::model_shape(config), train::matmul_precision(config.precision), /*seed=*/0);
   train::load_weights(argv[2], model);
   const auto tokens = train::load_tensors(argv[3]).at("tokens");
-  const auto loss =
-      model.loss(tokens.narrow(1, 0, tokens.size(1) - 1), tokens.narrow(1, 1, tokens.size(1) - 1));
-  loss.backward();
-  train::NamedTensors out = {{"loss", loss}};
+  model.set_kernels(gpt::parse_kernels(config.kernels, at::kCPU));
+  const int64_t length = tokens.size(1) - 1;
+  const double loss =
+      model.add_gradients(tokens.narrow(1, 0, length), tokens.narrow(1, 1, length), /*share=*/1);
+  train::NamedTensors out = {{"loss", at::scalar_tensor(loss)}};
   for (const auto& item : model.named_parameters()) {
     out.emplace_back(item.key(), item.value().grad());
   }

@@ -227,7 +227,7 @@ TEST_F(OptimizerTest, AFileWithoutSomeFieldsLoadsWithTheirDefaults) {
   options.serialize(archive);
   EXPECT_EQ(options.lr(), 0.125);
   EXPECT_EQ(options.momentum(), 0.5);
-  EXPECT_EQ(options.method(), "newton_schulz");
+  EXPECT_EQ(options.method(), "auto");
 }
 
 // Weights after `steps` steps, saving to a file and going on from it in new objects at `restart`.
@@ -396,6 +396,15 @@ TEST(FusedAdamW, EqualsLibtorchsAdamW) {
     }
     EXPECT_TRUE(torch::allclose(a, b, 1e-5, 1e-6));
   }
+}
+
+TEST(FusedAdamW, AStepRaisesTheVersionOfItsWeights) {
+  Tensor w = torch::randn({3, 4}, torch::requires_grad());
+  w.mutable_grad() = torch::randn({3, 4});
+  FusedAdamW optimizer({w}, torch::optim::AdamWOptions(0.1));
+  const auto before = w._version();
+  optimizer.step();
+  EXPECT_GT(w._version(), before);
 }
 
 TEST(FusedAdamW, SavingAndLoadingIsBitIdentical) {

@@ -36,7 +36,7 @@ OrthogonalizeOptions iteration(
   OrthogonalizeOptions options;
   options.method = method;
   options.coefficients = coefficient_list(name, steps, 0, method);
-  if (method == Method::kGram) options.restarts = gram_restarts(options.coefficients);
+  if (is_gram(method)) options.restarts = gram_restarts(options.coefficients);
   options.precision = precision;
   options.eps = 0;
   return options;
@@ -55,7 +55,7 @@ class OrthogonalizeTest : public testing::Test {
 
 TEST_F(OrthogonalizeTest, SingularValuesFollowTheScalarPolynomial) {
   for (const auto* name : {"quintic", "polar_express", "you"}) {
-    for (const auto method : {Method::kNewtonSchulz, Method::kGram}) {
+    for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram}) {
       for (const double condition : {1.0, 10.0, 1e3, 1e6}) {
         const auto options = iteration(name, 5, method);
         const Tensor sigma = spectrum(24, condition);
@@ -69,8 +69,7 @@ TEST_F(OrthogonalizeTest, SingularValuesFollowTheScalarPolynomial) {
         // The Gram form squares the condition of what it iterates on, and so its rounding.
         EXPECT_TRUE(
             torch::allclose(
-                actual, std::get<0>(expected.sort(-1, true)), 0,
-                method == Method::kGram ? 1e-9 : 1e-12))
+                actual, std::get<0>(expected.sort(-1, true)), 0, is_gram(method) ? 1e-9 : 1e-12))
             << name << " condition " << condition;
       }
     }
@@ -100,7 +99,8 @@ TEST_F(OrthogonalizeTest, AnyAspectRatioIsTheTransposedProblem) {
 
 TEST_F(OrthogonalizeTest, BatchedEqualsOneByOne) {
   const Tensor blocks = torch::randn({2, 3, 10, 24});
-  for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kExact}) {
+  for (const auto method :
+       {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram, Method::kExact}) {
     for (const auto precision : {torch::kFloat, torch::kDouble}) {
       const auto options = iteration("polar_express", 5, method, precision);
       const Tensor batched = orthogonalize(blocks, options);
@@ -208,6 +208,24 @@ TEST_F(OrthogonalizeTest, GramEqualsStandardWithinItsBound) {
   }
 }
 
+TEST_F(OrthogonalizeTest, AccurateGramIsNoLessAccurateThanPlainBf16) {
+  for (const auto& [rows, cols] :
+       std::vector<std::pair<int64_t, int64_t>>{{64, 256}, {256, 64}, {192, 192}, {96, 384}}) {
+    const int64_t k = std::min(rows, cols);
+    for (const auto& x :
+         {torch::randn({rows, cols}, torch::kDouble), with_spectrum(spectrum(k, 1e3), rows, cols),
+          with_spectrum(spectrum(k, 1e6), rows, cols)}) {
+      const Tensor expected = orthogonalize(x, iteration("quintic"));
+      const auto error = [&](Method method) {
+        return relative_error(
+            orthogonalize(x, iteration("quintic", 5, method, torch::kBFloat16)), expected);
+      };
+      EXPECT_LE(error(Method::kAccurateGram), error(Method::kNewtonSchulz)) << rows << "x" << cols;
+      EXPECT_LT(error(Method::kGram), 3 * error(Method::kNewtonSchulz)) << rows << "x" << cols;
+    }
+  }
+}
+
 TEST_F(OrthogonalizeTest, GramRestartsWhereItsFactorIsBestConditioned) {
   EXPECT_EQ(
       gram_restarts(coefficient_list("quintic", 5, 0, Method::kGram)), (std::vector<int64_t>{3}));
@@ -242,7 +260,8 @@ TEST_F(OrthogonalizeTest, WorkingPrecisionIsAnOption) {
 
 TEST_F(OrthogonalizeTest, ItNeverWritesIntoItsInput) {
   for (const auto dtype : {torch::kBFloat16, torch::kFloat, torch::kDouble}) {
-    for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kExact}) {
+    for (const auto method :
+         {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram, Method::kExact}) {
       for (const auto precision : {torch::kBFloat16, torch::kFloat, torch::kDouble}) {
         const Tensor x = torch::randn({2, 6, 10}).to(dtype);
         const Tensor before = x.clone();
@@ -258,7 +277,8 @@ TEST_F(OrthogonalizeTest, ZeroInZeroOutAndNoOtherBlockNotices) {
   const Tensor blocks = torch::randn({3, 6, 10});
   const Tensor with_zero = blocks.clone();
   with_zero[1].zero_();
-  for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kExact}) {
+  for (const auto method :
+       {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram, Method::kExact}) {
     for (const bool relative : {true, false}) {
       auto options = iteration("quintic", 5, method, torch::kFloat);
       options.relative_eps = relative;
@@ -278,7 +298,8 @@ TEST_F(OrthogonalizeTest, NanInNanOutAndNoOtherBlockNotices) {
        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     const Tensor poisoned = blocks.clone();
     poisoned[1][2][3] = poison;
-    for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kExact}) {
+    for (const auto method :
+         {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram, Method::kExact}) {
       for (const auto precision : {torch::kBFloat16, torch::kFloat}) {
         const auto options = iteration("quintic", 5, method, precision);
         const Tensor y = orthogonalize(poisoned, options);
@@ -293,7 +314,8 @@ TEST_F(OrthogonalizeTest, NanInNanOutAndNoOtherBlockNotices) {
 
 TEST_F(OrthogonalizeTest, ScaleInvariantDownToNormsOf1e30) {
   const Tensor unit = torch::randn({6, 10}) / 8;
-  for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kExact}) {
+  for (const auto method :
+       {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram, Method::kExact}) {
     auto options = iteration("quintic", 5, method, torch::kFloat);
     options.eps = OrthogonalizeOptions().eps;
     const Tensor expected = orthogonalize(unit, options).to(torch::kDouble);
@@ -353,7 +375,9 @@ TEST_F(OrthogonalizeTest, BadUseIsRefusedWithTheValue) {
       coefficient_list("cubic", 5, 0, Method::kNewtonSchulz),
       "unknown coefficients 'cubic': use quintic, polar_express, you");
   EXPECT_ERROR_SAYS(coefficient_list("quintic", -1, 0, Method::kNewtonSchulz), "not -1 and 0");
-  EXPECT_ERROR_SAYS(parse_method("svd"), "unknown method 'svd': use newton_schulz, gram or exact");
+  EXPECT_ERROR_SAYS(
+      parse_method("svd"),
+      "unknown method 'svd': use auto, newton_schulz, gram, accurate_gram or exact");
   EXPECT_ERROR_SAYS(
       parse_precision("float16"), "unknown precision 'float16': use bfloat16, float32 or float64");
 }

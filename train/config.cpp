@@ -48,7 +48,8 @@ std::vector<Key> make_keys() {
       {"muon", "nesterov", &C::nesterov, "Orthogonalize G + μM instead of M"},
       {"muon", "average", &C::average, "Momentum as average μM + (1-μ)G instead of as sum μM + G"},
       {"muon", "muon-weight-decay", &C::muon_weight_decay, "Decoupled"},
-      {"muon", "method", &C::method, "newton_schulz, gram or exact"},
+      {"muon", "method", &C::method,
+       "newton_schulz, gram, accurate_gram, exact, or auto: gram where the CPU has kernels for it"},
       {"muon", "coefficients", &C::coefficients, "quintic, polar_express or you"},
       {"muon", "iterations", &C::iterations, "Newton-Schulz iterations"},
       {"muon", "muon-precision", &C::muon_precision,
@@ -86,6 +87,9 @@ std::vector<Key> make_keys() {
       {"run", "keep", &C::keep, "Newest checkpoints to keep, besides the best", 1, kFree},
       {"run", "log-interval", &C::log_interval, "Steps from one plain line to the next", 1, kFree},
       {"run", "device", &C::device, "cpu or cuda", 1, kRounding},
+      {"run", "kernels", &C::kernels,
+       "native (own kernels, for CPUs with AVX512-BF16), portable (libtorch) or auto", 1,
+       kRounding},
       {"run", "threads", &C::threads, "0: all cores", 0, kRounding},
   };
 }

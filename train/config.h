@@ -38,7 +38,7 @@ struct Config {
   bool nesterov = true;
   bool average = false;
   double muon_weight_decay = 0;
-  std::string method = "newton_schulz";
+  std::string method = "auto";
   std::string coefficients = "quintic";
   int64_t iterations = 5;
   std::string muon_precision = "bfloat16";
@@ -69,6 +69,7 @@ struct Config {
   int64_t keep = 2;
   int64_t log_interval = 10;
   std::string device = "cpu";
+  std::string kernels = "auto";
   int64_t threads = 0;
 
   bool operator==(const Config&) const = default;

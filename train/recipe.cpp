@@ -70,6 +70,7 @@ void check(const Config& config) {
   check_fraction("adamw-beta1", config.adamw_beta1);
   check_fraction("adamw-beta2", config.adamw_beta2);
   check_choice("device", config.device, {"cpu", "cuda"});
+  check_choice("kernels", config.kernels, {"auto", "native", "portable"});
   check_choice("precision", config.precision, {"bf16", "fp32"});
   check_choice("validation-precision", config.validation_precision, {"bf16", "fp32"});
   check_choice("qkv", config.qkv, {"three-way", "packed"});

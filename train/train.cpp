@@ -145,7 +145,11 @@ class Trainer {
   double accumulate_gradients();
   void train_step(MetricsLog& metrics);
   double validate();
-  Tensor tokens_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const;
+  // Tokens and, moved by one, targets: [sequences, context] each.
+  struct Batch {
+    Tensor tokens, targets;
+  };
+  Batch batch_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts);
   void save();
   void report(bool validating, double part);
   void check_stop() const;
@@ -168,6 +172,8 @@ class Trainer {
   Progress progress_;
   std::vector<double> recent_seconds_;  // of the last steps
   double validation_seconds_ = 0;       // of the last validation
+  double seconds_here_ = 0;             // of the steps of this process
+  int64_t steps_here_ = 0;
 };
 
 Trainer::Trainer(const Config& config, const Listener& listener)
@@ -185,6 +191,7 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
       kinds_(kinds_of(model_)),
       peak_(gemm_peak(matmul_precision(config.precision), device_)) {
+  model_.set_kernels(gpt::parse_kernels(config.kernels, device_));
   TORCH_CHECK_VALUE(
       order_.windows() >= config.batch, "the training data in '", config.data, "' has ",
       training_.size(), " tokens, which is less than one batch of ", config.batch, " × ",
@@ -207,9 +214,9 @@ Trainer::Trainer(const Config& config, const Listener& listener)
   state_.data_crc = fingerprint(validation_, validated, state_.data_crc);
 }
 
-// [sequences, context + 1]: tokens and, moved by one, targets.
-Tensor Trainer::tokens_at(
-    const gpt::TokenStream& stream, const std::vector<int64_t>& starts) const {
+Trainer::Batch Trainer::batch_at(
+    const gpt::TokenStream& stream, const std::vector<int64_t>& starts) {
+  const auto timed = gpt::Timed(model_.profile(), gpt::Part::kData);
   const int64_t length = config_.context + 1;
   const Tensor tokens = at::empty({static_cast<int64_t>(starts.size()), length}, at::kLong);
   auto* row = tokens.data_ptr<int64_t>();
@@ -217,12 +224,10 @@ Tensor Trainer::tokens_at(
     stream.read(start, length, row);
     row += length;
   }
-  return tokens.to(device_);
-}
-
-Tensor loss_of(gpt::Model& model, const Tensor& tokens) {
-  const int64_t context = tokens.size(1) - 1;
-  return model.loss(tokens.narrow(1, 0, context), tokens.narrow(1, 1, context));
+  const auto part = [&](int64_t first) {
+    return tokens.narrow(1, first, config_.context).to(device_);
+  };
+  return {part(0), part(1)};
 }
 
 void Trainer::check_stop() const {
@@ -240,9 +245,8 @@ double Trainer::accumulate_gradients() {
     std::vector<int64_t> starts;
     for (int64_t i = 0; i < count; ++i) starts.push_back(order_.start_of(first + done + i));
     const double share = static_cast<double>(count) / static_cast<double>(config_.batch);
-    const Tensor loss = loss_of(model_, tokens_at(training_, starts)) * share;
-    loss.backward();
-    mean += loss.item<double>();
+    const auto [tokens, targets] = batch_at(training_, starts);
+    mean += model_.add_gradients(tokens, targets, share) * share;
     done += count;
     report(/*validating=*/false, static_cast<double>(done) / static_cast<double>(config_.batch));
   }
@@ -274,7 +278,10 @@ void Trainer::train_step(MetricsLog& metrics) {
     for (const auto& kind : gradients) at::_foreach_mul_(kind, config_.clip / norm);
   }
   const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
-  optimizers_.step();
+  {
+    const auto timed = gpt::Timed(model_.profile(), gpt::Part::kOptimizer);
+    optimizers_.step();
+  }
   for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(updates[i], kinds_[i].weights);
   const double change = add_norms(values, "update_norm", kinds_, updates);
   TORCH_CHECK(
@@ -284,6 +291,8 @@ void Trainer::train_step(MetricsLog& metrics) {
   const double seconds = seconds_since(start);
   state_.step += 1;
   state_.seconds += seconds;
+  seconds_here_ += seconds;
+  steps_here_ += 1;
   state_.validation_loss.reset();
   progress_.loss = loss;
   recent_seconds_.push_back(seconds);
@@ -317,7 +326,7 @@ void Trainer::report(bool validating, double part) {
 }
 
 double Trainer::validate() {
-  const torch::NoGradGuard no_grad;
+  const gpt::Profile of_training = model_.profile();
   model_.set_precision(matmul_precision(config_.validation_precision));
   const auto start = Clock::now();
   double sum = 0;
@@ -326,13 +335,14 @@ double Trainer::validate() {
     const int64_t count = std::min(config_.micro_batch, validation_windows_ - done);
     std::vector<int64_t> starts;
     for (int64_t i = 0; i < count; ++i) starts.push_back((done + i) * config_.context);
-    sum +=
-        loss_of(model_, tokens_at(validation_, starts)).item<double>() * static_cast<double>(count);
+    const auto [tokens, targets] = batch_at(validation_, starts);
+    sum += model_.evaluate(tokens, targets) * static_cast<double>(count);
     done += count;
     report(
         /*validating=*/true, static_cast<double>(done) / static_cast<double>(validation_windows_));
   }
   model_.set_precision(matmul_precision(config_.precision));
+  model_.profile() = of_training;
   validation_seconds_ = seconds_since(start);
   const double loss = sum / static_cast<double>(validation_windows_);
   TORCH_CHECK(
@@ -395,6 +405,9 @@ Outcome Trainer::run() {
     save_here();
   }
   outcome.step = state_.step;
+  outcome.profile = model_.profile();
+  outcome.profiled_steps = steps_here_;
+  outcome.profiled_seconds = seconds_here_;
   outcome.checkpoint = last_checkpoint_;
   outcome.validation_loss = state_.validation_loss.value_or(NAN);
   return outcome;

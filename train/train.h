@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "gpt/profile.h"
 #include "train/config.h"
 #include "train/files.h"
 
@@ -40,6 +41,9 @@ struct Outcome {
   bool stopped = false;  // before the last step
   double validation_loss = 0;
   std::string checkpoint = {};
+  gpt::Profile profile = {};  // of this process' steps, without validations and checkpoints
+  int64_t profiled_steps = 0;
+  double profiled_seconds = 0;
 };
 
 /// A run on disk that can go on.

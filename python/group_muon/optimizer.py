@@ -61,7 +61,7 @@ def _refuse_dtensor(parameter: Tensor, name: str) -> None:
 def orthogonalize(
     blocks: Tensor,
     *,
-    method: str = "newton_schulz",
+    method: str = "auto",
     coefficients: str | Sequence[Sequence[float]] = "quintic",
     steps: int = 5,
     tail_steps: int = 0,
@@ -107,11 +107,13 @@ class GroupMuon(torch.optim.Optimizer):
             (pass named parameters) or place.
         partitions: a name for each parameter of a group, for its random partitions alone:
             parameters of one name draw the same, such as Q and K of a layer.
-        method: "newton_schulz", "gram" (same polynomial, on the Gram matrix) or "exact" (SVD).
+        method: "newton_schulz", "gram" (same polynomial, on the Gram matrix: less work),
+            "accurate_gram" (that matrix in fp32: less rounding), "exact" (SVD) or "auto" ("gram" on
+            CPUs where it is faster, else "newton_schulz").
         coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
         steps: iterations, for named coefficients.
         tail_steps: further iterations that converge to the exact polar factor.
-        restarts: for "gram", steps after which to start anew; empty: chosen by conditioning.
+        restarts: for Gram methods, steps after which to start anew; empty: chosen by conditioning.
         precision: "bfloat16", "float32" or "float64".
         eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
         rank_tolerance: for "exact", the fraction of the largest singular value that counts as 0.
@@ -131,7 +133,7 @@ class GroupMuon(torch.optim.Optimizer):
         layout: str = "rows",
         seed: int = 0,
         partitions: Sequence[str] | None = None,
-        method: str = "newton_schulz",
+        method: str = "auto",
         coefficients: str | Sequence[Sequence[float]] = "quintic",
         steps: int = 5,
         tail_steps: int = 0,

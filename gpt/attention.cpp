@@ -1,0 +1,311 @@
+#include "gpt/attention.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "gpt/vector_math.h"
+#include "group_muon/avx512.h"
+#include "group_muon/products.h"
+
+#ifdef GROUP_MUON_AVX512
+GROUP_MUON_AVX512_BEGIN
+#endif
+
+namespace gpt {
+namespace {
+
+using group_muon::MatrixView;
+using group_muon::Product;
+
+// Queries of a tile. Small ones waste less above the diagonal, large ones share more work over keys.
+int64_t tile_rows(int64_t tokens) { return tokens <= 256 ? 32 : 64; }
+
+template <typename T>
+constexpr bool kHasProducts = !std::is_same_v<T, double>;
+
+// In this thread; in fp64 by the definition, for checks only.
+template <typename In, typename Out>
+void product(const Product<In, Out>& p) {
+  if constexpr (kHasProducts<In>) {
+    group_muon::multiply(p);
+  } else {
+    const auto entry = [](const auto& m, bool transpose, int64_t i, int64_t j) {
+      return transpose ? m.data[j * m.stride + i] : m.data[i * m.stride + j];
+    };
+    const int64_t depth = p.transpose_a ? p.a.rows : p.a.cols;
+    for (int64_t i = 0; i < p.out.rows; ++i) {
+      for (int64_t j = 0; j < p.out.cols; ++j) {
+        Out sum = 0;
+        for (int64_t k = 0; k < depth; ++k) {
+          sum += entry(p.a, p.transpose_a, i, k) * entry(p.b, p.transpose_b, k, j);
+        }
+        Out& out = p.out.data[i * p.out.stride + j];
+        out = sum + (p.d == nullptr ? Out{0} : out);
+      }
+    }
+  }
+}
+
+// out = A·B, added to what is there if `add`.
+template <typename In, typename Out>
+void product(
+    const MatrixView<const In>& a, bool transpose_a, const MatrixView<const In>& b,
+    bool transpose_b, const MatrixView<Out>& out, bool add = false) {
+  product(
+      Product<In, Out>{
+          .a = a,
+          .b = b,
+          .out = out,
+          .d = add ? out.data : nullptr,
+          .beta = 1,
+          .transpose_a = transpose_a,
+          .transpose_b = transpose_b});
+}
+
+// Turns a head's row by its position; `sign` -1 turns it back. The halves of a head turn together.
+template <typename From, typename T, typename S>
+void turn(const From* from, T* to, const S* cos, const S* sin, S sign, int64_t half) {
+#pragma omp simd
+  for (int64_t j = 0; j < half; ++j) {
+    const S first = static_cast<S>(from[j]), second = static_cast<S>(from[j + half]);
+    to[j] = static_cast<T>(first * cos[j] + sign * second * sin[j]);
+    to[j + half] = static_cast<T>(second * cos[j] - sign * first * sin[j]);
+  }
+}
+
+// Memory of one thread for the tiles of one head.
+template <typename T>
+struct Tiles {
+  using S = Sum<T>;
+
+  Tiles(int64_t rows, int64_t tokens, int64_t head_dim)
+      : scores(rows * tokens),
+        score_grads(rows * tokens),
+        weights(rows * tokens),
+        weight_grads(rows * tokens),
+        query_grad(rows * head_dim),
+        key_grad(tokens * head_dim),
+        value_grad(tokens * head_dim) {}
+
+  std::vector<S> scores, score_grads;    // [rows, tokens]
+  std::vector<T> weights, weight_grads;  // what is multiplied with values and keys
+  std::vector<S> query_grad, key_grad, value_grad;
+};
+
+// A tile's queries from `first` on, and the keys that the last of them sees.
+struct TileSpan {
+  int64_t first;
+  int64_t rows;
+  int64_t keys() const { return first + rows; }
+};
+
+template <typename Use>
+void for_tiles(int64_t tokens, Use&& use) {
+  const int64_t size = tile_rows(tokens);
+  for (int64_t first = 0; first < tokens; first += size) {
+    use(TileSpan{first, std::min(size, tokens - first)});
+  }
+}
+
+// Runs work(batch, kv head, tiles) for all of them; tiles are each thread's own.
+template <typename T, typename Work>
+void for_kv_heads(const AttentionShape& shape, Work&& work) {
+  at::parallel_for(0, shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    Tiles<T> tiles(tile_rows(shape.tokens), shape.tokens, shape.head_dim);
+    for (int64_t i = begin; i < end; ++i) work(i / shape.kv_heads, i % shape.kv_heads, tiles);
+  });
+}
+
+// A head's columns of a token-major matrix: [tokens, head_dim].
+template <typename T>
+MatrixView<T> head_view(
+    const AttentionShape& shape, T* matrix, int64_t stride, int64_t batch, int64_t head) {
+  return {
+      matrix + batch * shape.tokens * stride + head * shape.head_dim, shape.tokens, shape.head_dim,
+      stride};
+}
+
+template <typename T>
+MatrixView<T> rows_of(const MatrixView<T>& view, int64_t first, int64_t rows) {
+  return {view.data + first * view.stride, rows, view.cols, view.stride};
+}
+
+template <typename T>
+MatrixView<const T> readable(const MatrixView<T>& view) {
+  return {view.data, view.rows, view.cols, view.stride};
+}
+
+// Where in a row the kv head's keys and values are, counted in heads.
+int64_t key_head(const AttentionShape& shape, int64_t kv_head) { return shape.heads + kv_head; }
+int64_t value_head(const AttentionShape& shape, int64_t kv_head) {
+  return shape.heads + shape.kv_heads + kv_head;
+}
+
+template <typename S>
+S score_scale(const AttentionShape& shape) {
+  return 1 / std::sqrt(static_cast<S>(shape.head_dim));
+}
+
+// Softmax of scale·scores over the first `seen` entries, zeros up to `width`; returns the logarithm of
+// its sum.
+template <typename T>
+Sum<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen, int64_t width) {
+  using S = Sum<T>;
+  S largest = scores[0];
+#pragma omp simd reduction(max : largest)
+  for (int64_t j = 0; j < seen; ++j) largest = scores[j] > largest ? scores[j] : largest;
+  S sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < seen; ++j) {
+    scores[j] = vector_exp((scores[j] - largest) * scale);
+    sum += scores[j];
+  }
+  const S factor = 1 / sum;
+  for (int64_t j = 0; j < seen; ++j) weights[j] = static_cast<T>(scores[j] * factor);
+  std::fill(weights + seen, weights + width, static_cast<T>(0));
+  return largest * scale + std::log(sum);
+}
+
+// weights = the softmax again; weight_grads = the gradient by the products of queries and keys.
+template <typename T>
+void softmax_row_backward(
+    const Sum<T>* scores, const Sum<T>* grads, T* weights, T* weight_grads, Sum<T> scale,
+    Sum<T> log_sum, Sum<T> dot, int64_t seen, int64_t width) {
+  using S = Sum<T>;
+  for (int64_t j = 0; j < seen; ++j) {
+    const S weight = vector_exp(scores[j] * scale - log_sum);
+    weights[j] = static_cast<T>(weight);
+    weight_grads[j] = static_cast<T>(weight * (grads[j] - dot) * scale);
+  }
+  std::fill(weights + seen, weights + width, static_cast<T>(0));
+  std::fill(weight_grads + seen, weight_grads + width, static_cast<T>(0));
+}
+
+}  // namespace
+
+template <typename T>
+void attention(
+    const AttentionShape& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums) {
+  using S = Sum<T>;
+  const int64_t half = shape.head_dim / 2, shared = shape.heads / shape.kv_heads;
+  const S scale = score_scale<S>(shape);
+  for_kv_heads<T>(shape, [&](int64_t batch, int64_t kv_head, Tiles<T>& tiles) {
+    const auto view = [&](int64_t head) { return head_view(shape, qkv, shape.row(), batch, head); };
+    const auto turned = [&](int64_t head) {
+      const auto rows = view(head);
+      for (int64_t i = 0; i < shape.tokens; ++i) {
+        T* row = rows.data + i * rows.stride;
+        turn(row, row, rotary.cos + i * half, rotary.sin + i * half, S{1}, half);
+      }
+      return readable(rows);
+    };
+    const auto k = turned(key_head(shape, kv_head));
+    const auto v = readable(view(value_head(shape, kv_head)));
+    for (int64_t head = kv_head * shared; head < (kv_head + 1) * shared; ++head) {
+      const auto q = turned(head);
+      const auto y = head_view(shape, out, shape.width(), batch, head);
+      S* log_sum = log_sums + (batch * shape.heads + head) * shape.tokens;
+      for_tiles(shape.tokens, [&](const TileSpan& tile) {
+        const int64_t keys = tile.keys();
+        const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
+        const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
+        product(rows_of(q, tile.first, tile.rows), false, rows_of(k, 0, keys), true, scores);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+          log_sum[tile.first + i] = softmax_row(
+              scores.data + i * keys, weights.data + i * keys, scale, tile.first + i + 1, keys);
+        }
+        product(
+            readable(weights), false, rows_of(v, 0, keys), false,
+            rows_of(y, tile.first, tile.rows));
+      });
+    }
+  });
+}
+
+template <typename T>
+void attention_backward(
+    const AttentionShape& shape, const Rotary<Sum<T>>& rotary, const T* qkv, const T* out,
+    const Sum<T>* log_sums, const T* out_grad, T* qkv_grad) {
+  using S = Sum<T>;
+  const int64_t size = shape.head_dim, half = size / 2, shared = shape.heads / shape.kv_heads;
+  const S scale = score_scale<S>(shape);
+  for_kv_heads<T>(shape, [&](int64_t batch, int64_t kv_head, Tiles<T>& tiles) {
+    const auto view = [&](int64_t head) { return head_view(shape, qkv, shape.row(), batch, head); };
+    const auto grad_row = [&](int64_t head, int64_t token) {
+      return head_view(shape, qkv_grad, shape.row(), batch, head).data + token * shape.row();
+    };
+    const auto k = view(key_head(shape, kv_head)), v = view(value_head(shape, kv_head));
+    const MatrixView<S> key_grad{tiles.key_grad.data(), shape.tokens, size, size};
+    const MatrixView<S> value_grad{tiles.value_grad.data(), shape.tokens, size, size};
+    std::fill(tiles.key_grad.begin(), tiles.key_grad.end(), S{0});
+    std::fill(tiles.value_grad.begin(), tiles.value_grad.end(), S{0});
+    for (int64_t head = kv_head * shared; head < (kv_head + 1) * shared; ++head) {
+      const auto q = view(head);
+      const auto y = head_view(shape, out, shape.width(), batch, head);
+      const auto y_grad = head_view(shape, out_grad, shape.width(), batch, head);
+      const S* log_sum = log_sums + (batch * shape.heads + head) * shape.tokens;
+      for_tiles(shape.tokens, [&](const TileSpan& tile) {
+        const int64_t keys = tile.keys();
+        const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
+        const MatrixView<S> score_grads{tiles.score_grads.data(), tile.rows, keys, keys};
+        const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
+        const MatrixView<T> weight_grads{tiles.weight_grads.data(), tile.rows, keys, keys};
+        const MatrixView<S> query_grad{tiles.query_grad.data(), tile.rows, size, size};
+        const auto q_tile = rows_of(q, tile.first, tile.rows);
+        const auto y_grad_tile = rows_of(y_grad, tile.first, tile.rows);
+        product(q_tile, false, rows_of(k, 0, keys), true, scores);
+        product(y_grad_tile, false, rows_of(v, 0, keys), true, score_grads);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+          const int64_t token = tile.first + i;
+          const T* row = y.data + token * y.stride;
+          const T* row_grad = y_grad.data + token * y_grad.stride;
+          S dot = 0;
+#pragma omp simd reduction(+ : dot)
+          for (int64_t j = 0; j < size; ++j)
+            dot += static_cast<S>(row[j]) * static_cast<S>(row_grad[j]);
+          softmax_row_backward(
+              scores.data + i * keys, score_grads.data + i * keys, weights.data + i * keys,
+              weight_grads.data + i * keys, scale, log_sum[token], dot, token + 1, keys);
+        }
+        product(readable(weight_grads), false, rows_of(k, 0, keys), false, query_grad);
+        product(
+            readable(weight_grads), true, q_tile, false, rows_of(key_grad, 0, keys), /*add=*/true);
+        product(
+            readable(weights), true, y_grad_tile, false, rows_of(value_grad, 0, keys),
+            /*add=*/true);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+          const int64_t token = tile.first + i;
+          turn(
+              query_grad.data + i * size, grad_row(head, token), rotary.cos + token * half,
+              rotary.sin + token * half, S{-1}, half);
+        }
+      });
+    }
+    for (int64_t token = 0; token < shape.tokens; ++token) {
+      turn(
+          key_grad.data + token * size, grad_row(key_head(shape, kv_head), token),
+          rotary.cos + token * half, rotary.sin + token * half, S{-1}, half);
+      const S* from = value_grad.data + token * size;
+      T* to = grad_row(value_head(shape, kv_head), token);
+      for (int64_t j = 0; j < size; ++j) to[j] = static_cast<T>(from[j]);
+    }
+  });
+}
+
+#define GPT_INSTANTIATE(T)                                                                       \
+  template void attention(const AttentionShape&, const Rotary<Sum<T>>&, T*, T*, Sum<T>*);        \
+  template void attention_backward(                                                              \
+      const AttentionShape&, const Rotary<Sum<T>>&, const T*, const T*, const Sum<T>*, const T*, \
+      T*);
+GPT_INSTANTIATE(c10::BFloat16)
+GPT_INSTANTIATE(float)
+GPT_INSTANTIATE(double)
+
+}  // namespace gpt
+
+#ifdef GROUP_MUON_AVX512
+GROUP_MUON_AVX512_END
+#endif

@@ -1,0 +1,353 @@
+#include "gpt/native.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "gpt/attention.h"
+#include "gpt/kernels.h"
+#include "group_muon/products.h"
+
+namespace gpt {
+namespace {
+
+using group_muon::MatrixView;
+using group_muon::Product;
+using torch::Tensor;
+
+// Logits of so many bytes are held at a time.
+constexpr int64_t kLogitBytes = 32 << 20;
+// Products with a longer inner side are added up in parts, which fit into the cache.
+constexpr int64_t kLongestDepth = 4096;
+
+template <typename T>
+constexpr auto kType = c10::CppTypeToScalarType<T>::value;
+
+// A matrix in a buffer of ours, contiguous.
+template <typename T>
+MatrixView<T> matrix(const Tensor& tensor, int64_t rows, int64_t cols) {
+  return {tensor.data_ptr<std::remove_const_t<T>>(), rows, cols, cols};
+}
+
+template <typename T>
+Tensor as_tensor(const MatrixView<T>& view) {
+  using Plain = std::remove_const_t<T>;
+  return at::from_blob(
+      const_cast<Plain*>(view.data), {view.rows, view.cols}, {view.stride, 1}, kType<Plain>);
+}
+
+// out = alpha·A·B, added to what is there if `add`.
+template <typename In, typename Out>
+void product(Product<In, Out> p, bool add, Sum<In> alpha = 1) {
+  if constexpr (std::is_same_v<In, c10::BFloat16>) {
+    p.alpha = alpha;
+    p.d = add ? p.out.data : nullptr;
+    p.beta = 1;
+    group_muon::multiply_shared(p);
+  } else {  // libtorch's are as good
+    const Tensor a = as_tensor(p.a), b = as_tensor(p.b);
+    as_tensor(p.out).addmm_(
+        p.transpose_a ? a.t() : a, p.transpose_b ? b.t() : b, add ? 1 : 0, alpha);
+  }
+}
+
+template <typename T>
+class NativeStepOf : public NativeStep {
+ public:
+  using S = Sum<T>;
+
+  NativeStepOf(const ModelShape& shape, const Weights& weights, Profile& profile)
+      : shape_(shape), weights_(weights), profile_(profile), layers_(shape.layers) {}
+
+  double run(const Tensor& tokens, const Tensor& targets, double share) override {
+    const torch::NoGradGuard no_grad;
+    const Tensor in = tokens.contiguous(), wanted = targets.contiguous();
+    prepare(in.size(0), in.size(1), share != 0);
+    forward(in.const_data_ptr<int64_t>(), share != 0);
+    const double mean = loss(wanted.const_data_ptr<int64_t>(), share);
+    if (share != 0) backward(in.const_data_ptr<int64_t>());
+    return mean;
+  }
+
+ private:
+  // A weight, its copy in the precision of products, and its gradient while that is computed.
+  struct Copy {
+    Tensor master;
+    Tensor copy = {};
+    uint32_t version = 0;
+    bool add = false;  // the gradient has something in it already
+
+    MatrixView<const T> view() const { return matrix<const T>(copy, copy.size(0), copy.size(1)); }
+    MatrixView<S> grad() const { return matrix<S>(master.grad(), master.size(0), master.size(1)); }
+  };
+
+  // What the backward pass needs of a layer.
+  struct Layer {
+    Copy qkv_weight, out_weight, up_weight, down_weight;
+    Tensor normal1, inverse1, qkv, log_sums, heads, normal2, inverse2, up;
+  };
+
+  static constexpr int64_t kMlp = 4;  // its width, in widths
+
+  void prepare(int64_t batch, int64_t tokens, bool with_gradients) {
+    const auto timed = Timed(profile_, Part::kWeights);
+    attention_shape_ = {batch, tokens, shape_.heads, shape_.key_heads(), shape_.head_dim()};
+    rows_ = batch * tokens;
+    refresh(embedding_, weights_.wte, with_gradients);
+    for (int64_t i = 0; i < shape_.layers; ++i) {
+      const auto& block = weights_.blocks[i];
+      refresh(layers_[i].qkv_weight, block.attn_c_attn, with_gradients);
+      refresh(layers_[i].out_weight, block.attn_c_proj, with_gradients);
+      refresh(layers_[i].up_weight, block.mlp_c_fc, with_gradients);
+      refresh(layers_[i].down_weight, block.mlp_c_proj, with_gradients);
+    }
+  }
+
+  // The copy follows the weight whenever that was written to.
+  void refresh(Copy& copy, const Tensor& master, bool with_gradients) {
+    const auto version = static_cast<uint32_t>(master._version());
+    if (!copy.copy.defined() || copy.version != version || !copy.master.is_same(master)) {
+      copy.master = master;
+      copy.version = version;
+      if (kType<T> == master.scalar_type()) {
+        copy.copy = master.detach();
+      } else if (copy.copy.defined()) {
+        copy.copy.copy_(master);
+      } else {
+        copy.copy = master.detach().to(kType<T>);
+      }
+    }
+    if (!with_gradients) return;
+    copy.add = master.grad().defined();
+    if (!copy.add) copy.master.mutable_grad() = at::empty_like(master.detach());
+  }
+
+  // A buffer with room for rows × cols, kept for the next batch.
+  template <typename E>
+  E* room(Tensor& buffer, int64_t rows, int64_t cols) {
+    if (!buffer.defined() || buffer.numel() < rows * cols)
+      buffer = at::empty({rows * cols}, kType<E>);
+    return buffer.data_ptr<E>();
+  }
+  template <typename E>
+  MatrixView<E> room_for(Tensor& buffer, int64_t cols) {
+    return {room<E>(buffer, rows_, cols), rows_, cols, cols};
+  }
+
+  // Activations of a layer; without gradients all layers share the first one's.
+  Layer& saved(int64_t layer, bool with_gradients) { return layers_[with_gradients ? layer : 0]; }
+
+  static MatrixView<const T> readable(const MatrixView<T>& view) {
+    return {view.data, view.rows, view.cols, view.stride};
+  }
+
+  // out = alpha·X·Wᵀ, or added to it.
+  template <typename Out>
+  void linear(
+      const MatrixView<const T>& x, const Copy& weight, const MatrixView<Out>& out, S alpha = 1,
+      bool add = false) {
+    const auto timed = Timed(profile_, Part::kMatmul);
+    product(
+        Product<T, Out>{.a = x, .b = weight.view(), .out = out, .transpose_b = true}, add, alpha);
+  }
+
+  // The gradient of Y = XWᵀ by X.
+  template <typename Out>
+  void input_backward(
+      const MatrixView<const T>& y_grad, const Copy& weight, const MatrixView<Out>& x_grad) {
+    const auto timed = Timed(profile_, Part::kMatmul);
+    const auto w = weight.view();
+    // Only sums in S may be made in parts.
+    const int64_t part = std::is_same_v<Out, S> ? std::min(kLongestDepth, w.rows) : w.rows;
+    for (int64_t k = 0; k < w.rows; k += part) {
+      const int64_t depth = std::min(part, w.rows - k);
+      product(
+          Product<T, Out>{
+              .a = {y_grad.data + k, y_grad.rows, depth, y_grad.stride},
+              .b = {w.data + k * w.stride, depth, w.cols, w.stride},
+              .out = x_grad},
+          k > 0);
+    }
+  }
+
+  // By W, added to the weight's.
+
+  void weight_backward(
+      const MatrixView<const T>& y_grad, const MatrixView<const T>& x, Copy& weight) {
+    const auto timed = Timed(profile_, Part::kMatmul);
+    for (int64_t k = 0; k < x.rows; k += kLongestDepth) {
+      const int64_t depth = std::min(kLongestDepth, x.rows - k);
+      product(
+          Product<T, S>{
+              .a = {y_grad.data + k * y_grad.stride, depth, y_grad.cols, y_grad.stride},
+              .b = {x.data + k * x.stride, depth, x.cols, x.stride},
+              .out = weight.grad(),
+              .transpose_a = true},
+          weight.add);
+      weight.add = true;
+    }
+  }
+
+  void normalize(Tensor& normal, Tensor& inverse) {
+    const auto timed = Timed(profile_, Part::kNorm);
+    rms_norm(
+        stream_.data_ptr<S>(), room<T>(normal, rows_, shape_.width), room<S>(inverse, rows_, 1),
+        rows_, shape_.width);
+  }
+
+  // Also leaves stream_grad_·scale in `layer_grad_`.
+  template <typename G>
+  void normalize_backward(
+      const Tensor& normal, const Tensor& inverse, const G* normal_grad, bool begin, S scale) {
+    const auto timed = Timed(profile_, Part::kNorm);
+    rms_norm_backward(
+        normal.const_data_ptr<T>(), inverse.const_data_ptr<S>(), normal_grad,
+        room<S>(stream_grad_, rows_, shape_.width), begin,
+        room<T>(layer_grad_, rows_, shape_.width), scale, rows_, shape_.width);
+  }
+
+  Rotary<S> rotary() const {
+    return {weights_.cos.const_data_ptr<S>(), weights_.sin.const_data_ptr<S>()};
+  }
+
+  S attention_scale() const { return 1 / std::sqrt(static_cast<S>(2 * shape_.layers)); }
+
+  void forward(const int64_t* tokens, bool with_gradients) {
+    const int64_t width = shape_.width;
+    const MatrixView<S> stream = room_for<S>(stream_, width);
+    {
+      const auto timed = Timed(profile_, Part::kLoss);
+      embed(weights_.wte.template const_data_ptr<S>(), tokens, stream.data, rows_, width);
+    }
+    for (int64_t i = 0; i < shape_.layers; ++i) {
+      const Layer& weights = layers_[i];
+      Layer& layer = saved(i, with_gradients);
+      normalize(layer.normal1, layer.inverse1);
+      const auto qkv = room_for<T>(layer.qkv, attention_shape_.row());
+      const auto heads = room_for<T>(layer.heads, width);
+      linear(matrix<const T>(layer.normal1, rows_, width), weights.qkv_weight, qkv);
+      {
+        const auto timed = Timed(profile_, Part::kAttention);
+        attention(
+            attention_shape_, rotary(), qkv.data, heads.data,
+            room<S>(layer.log_sums, rows_, shape_.heads));
+      }
+      linear(readable(heads), weights.out_weight, stream, attention_scale(), /*add=*/true);
+      normalize(layer.normal2, layer.inverse2);
+      const auto up = room_for<T>(layer.up, kMlp * width);
+      const auto active = room_for<T>(active_, kMlp * width);
+      linear(matrix<const T>(layer.normal2, rows_, width), weights.up_weight, up);
+      {
+        const auto timed = Timed(profile_, Part::kActivation);
+        gelu(up.data, active.data, rows_ * kMlp * width);
+      }
+      linear(readable(active), weights.down_weight, stream, S{1}, /*add=*/true);
+    }
+    normalize(last_normal_, last_inverse_);
+  }
+
+  // The mean loss; with gradients also that of the last norm's output. Some rows of logits at a time.
+  double loss(const int64_t* targets, double share) {
+    const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
+    const int64_t fitting = kLogitBytes / (vocabulary * static_cast<int64_t>(sizeof(T)));
+    const int64_t chunk = std::min(rows_, std::max<int64_t>(64, fitting / 64 * 64));
+    T* logits = room<T>(logits_, chunk, vocabulary);
+    const MatrixView<S> normal_grad = room_for<S>(normal_grad_, width);
+    losses_.resize(rows_);
+    for (int64_t row = 0; row < rows_; row += chunk) {
+      const int64_t rows = std::min(chunk, rows_ - row);
+      const MatrixView<T> view{logits, rows, vocabulary, vocabulary};
+      const MatrixView<const T> x{
+          last_normal_.template const_data_ptr<T>() + row * width, rows, width, width};
+      linear(x, embedding_, view);
+      {
+        const auto timed = Timed(profile_, Part::kLoss);
+        cross_entropy(
+            logits, targets + row, losses_.data() + row, share / static_cast<double>(rows_), rows,
+            vocabulary);
+      }
+      if (share == 0) continue;
+      const MatrixView<S> x_grad{normal_grad.data + row * width, rows, width, width};
+      input_backward(readable(view), embedding_, x_grad);
+      weight_backward(readable(view), x, embedding_);
+    }
+    return std::accumulate(losses_.begin(), losses_.end(), 0.0) / static_cast<double>(rows_);
+  }
+
+  void backward(const int64_t* tokens) {
+    const int64_t width = shape_.width;
+    normalize_backward(
+        last_normal_, last_inverse_, normal_grad_.const_data_ptr<S>(), /*begin=*/true, S{1});
+    const auto layer_grad = matrix<const T>(layer_grad_, rows_, width);
+    const auto wide_grad = room_for<T>(wide_grad_, kMlp * width);
+    const auto qkv_grad = room_for<T>(wide_grad_, attention_shape_.row());
+    const auto narrow_grad = room_for<T>(narrow_grad_, width);
+    for (int64_t i = shape_.layers; i-- > 0;) {
+      Layer& layer = layers_[i];
+      // MLP. The activation is computed again, in time for the weight's gradient.
+      input_backward(layer_grad, layer.down_weight, wide_grad);
+      {
+        const auto timed = Timed(profile_, Part::kActivation);
+        gelu_backward(
+            layer.up.template const_data_ptr<T>(), active_.data_ptr<T>(), wide_grad.data,
+            rows_ * kMlp * width);
+      }
+      weight_backward(layer_grad, matrix<const T>(active_, rows_, kMlp * width), layer.down_weight);
+      input_backward(readable(wide_grad), layer.up_weight, narrow_grad);
+      weight_backward(
+          readable(wide_grad), matrix<const T>(layer.normal2, rows_, width), layer.up_weight);
+      normalize_backward(layer.normal2, layer.inverse2, narrow_grad.data, false, attention_scale());
+      // Attention.
+      input_backward(layer_grad, layer.out_weight, narrow_grad);
+      weight_backward(layer_grad, matrix<const T>(layer.heads, rows_, width), layer.out_weight);
+      {
+        const auto timed = Timed(profile_, Part::kAttention);
+        attention_backward(
+            attention_shape_, rotary(), layer.qkv.template const_data_ptr<T>(),
+            layer.heads.template const_data_ptr<T>(), layer.log_sums.template const_data_ptr<S>(),
+            narrow_grad.data, qkv_grad.data);
+      }
+      input_backward(readable(qkv_grad), layer.qkv_weight, narrow_grad);
+      weight_backward(
+          readable(qkv_grad), matrix<const T>(layer.normal1, rows_, width), layer.qkv_weight);
+      normalize_backward(layer.normal1, layer.inverse1, narrow_grad.data, false, S{1});
+    }
+    const auto timed = Timed(profile_, Part::kLoss);
+    embed_backward(stream_grad_.const_data_ptr<S>(), tokens, embedding_.grad().data, rows_, width);
+  }
+
+  ModelShape shape_;
+  Weights weights_;
+  Profile& profile_;
+  AttentionShape attention_shape_;
+  int64_t rows_ = 0;  // tokens of the batch
+  Copy embedding_;
+  std::vector<Layer> layers_;
+  Tensor stream_, stream_grad_;                      // [rows, width] in S
+  Tensor last_normal_, last_inverse_, normal_grad_;  // of the norm before the head
+  Tensor active_, wide_grad_, narrow_grad_, layer_grad_, logits_;
+  std::vector<double> losses_;
+};
+
+}  // namespace
+
+bool has_native_kernels() { return group_muon::has_products(); }
+
+std::unique_ptr<NativeStep> make_native_step(
+    const ModelShape& shape, const Weights& weights, torch::ScalarType precision,
+    Profile& profile) {
+  switch (precision) {
+    case at::kBFloat16:
+      return std::make_unique<NativeStepOf<c10::BFloat16>>(shape, weights, profile);
+    case at::kFloat:
+      return std::make_unique<NativeStepOf<float>>(shape, weights, profile);
+    case at::kDouble:
+      return std::make_unique<NativeStepOf<double>>(shape, weights, profile);
+    default:
+      TORCH_CHECK_VALUE(false, "no native kernels for products in ", precision);
+  }
+}
+
+}  // namespace gpt

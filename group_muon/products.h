@@ -1,0 +1,52 @@
+#pragma once
+// Matrix products on CPUs with AVX512-BF16, summed in fp32. Symmetric results cost little more than
+// half: only what lies on and above the diagonal is computed.
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+
+namespace group_muon {
+
+/// Whether this CPU can; without it nothing below may be called.
+bool has_products();
+
+/// Rows lie `stride` elements apart.
+template <typename T>
+struct MatrixView {
+  T* data = nullptr;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t stride = 0;
+};
+
+/// out = alpha·A·B + beta·D, where A and B may be given by their transposes. D lies as `out` does and
+/// may be `out`, or nothing. In and Out are bf16 or float (not float → bf16).
+template <typename In, typename Out>
+struct Product {
+  MatrixView<const In> a = {};
+  MatrixView<const In> b = {};
+  MatrixView<Out> out = {};
+  const Out* d = nullptr;
+  float alpha = 1;
+  float beta = 0;
+  bool transpose_a = false;
+  bool transpose_b = false;
+};
+
+/// In this thread.
+template <typename In, typename Out>
+void multiply(const Product<In, Out>& product);
+
+/// The same for a result that is known to be symmetric: XXᵀ, or a product of commuting symmetric
+/// matrices.
+template <typename In, typename Out>
+void multiply_symmetric(const Product<In, Out>& product);
+
+/// The same with all of torch's threads.
+template <typename In, typename Out>
+void multiply_shared(const Product<In, Out>& product);
+template <typename In, typename Out>
+void multiply_symmetric_shared(const Product<In, Out>& product);
+
+}  // namespace group_muon

@@ -1,0 +1,372 @@
+// Native kernels against libtorch's autograd of the plain formulas: in fp64 to the last digits, which
+// checks the formulas, in fp32 and bf16 within their rounding.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "gpt/attention.h"
+#include "gpt/kernels.h"
+#include "gpt/model.h"
+#include "gpt/native.h"
+#include "testing.h"
+
+namespace gpt {
+namespace {
+
+using torch::Tensor;
+
+class NativeTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_native_kernels()) GTEST_SKIP() << "this CPU has no bf16 dot products";
+    torch::manual_seed(0);
+  }
+};
+
+double error(const Tensor& actual, const Tensor& expected) {
+  const Tensor wide = expected.to(torch::kDouble);
+  return ((actual.to(torch::kDouble) - wide).norm() / wide.norm()).item<double>();
+}
+
+template <typename T>
+constexpr auto kType = c10::CppTypeToScalarType<T>::value;
+
+// Of one rounding of the result.
+template <typename T>
+constexpr double kTolerance = std::is_same_v<T, double>  ? 1e-13
+                              : std::is_same_v<T, float> ? 1e-6
+                                                         : 0.004;
+
+// A leaf with the values of `tensor` in fp64.
+Tensor leaf(const Tensor& tensor) {
+  return tensor.detach().to(torch::kDouble).clone().requires_grad_();
+}
+
+template <typename T>
+void check_rms_norm() {
+  using S = Sum<T>;
+  for (const auto& [rows, cols] :
+       std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {3, 5}, {70, 33}, {100, 192}}) {
+    const Tensor x = torch::randn({rows, cols}, kType<S>) * 3;
+    const Tensor grad = torch::randn({rows, cols}).to(kType<T>);
+    const Tensor stream = torch::randn({rows, cols}, kType<S>);
+    Tensor normal = torch::empty({rows, cols}, kType<T>), inverse = torch::empty({rows}, kType<S>);
+    rms_norm<T>(x.data_ptr<S>(), normal.data_ptr<T>(), inverse.data_ptr<S>(), rows, cols);
+    const Tensor wide = leaf(x);
+    const Tensor expected = wide * torch::rsqrt(wide.square().mean(-1, true) + kNormEps);
+    EXPECT_LT(error(normal, expected.detach()), kTolerance<T>) << rows << "x" << cols;
+    expected.backward(grad.to(torch::kDouble));
+    for (const bool begin : {false, true}) {
+      Tensor actual = begin ? torch::full_like(stream, NAN) : stream.clone();
+      Tensor scaled = torch::empty_like(normal);
+      rms_norm_backward<T>(
+          normal.data_ptr<T>(), inverse.data_ptr<S>(), grad.data_ptr<T>(), actual.data_ptr<S>(),
+          begin, scaled.data_ptr<T>(), S{0.25}, rows, cols);
+      const Tensor sum = begin ? wide.grad() : wide.grad() + stream;
+      // With one column the gradient is all but nothing, the difference of equal numbers.
+      if (cols > 1 || !begin) {
+        EXPECT_LT(error(actual, sum), kTolerance<T>) << rows << "x" << cols;
+        EXPECT_LT(error(scaled, sum / 4), 1.5 * kTolerance<T>) << rows << "x" << cols;
+      }
+    }
+  }
+}
+
+TEST_F(NativeTest, RmsNorm) {
+  check_rms_norm<double>();
+  check_rms_norm<float>();
+  check_rms_norm<c10::BFloat16>();
+}
+
+template <typename T>
+void check_gelu() {
+  const int64_t count = 40001;  // not a multiple of any vector
+  const Tensor x = torch::linspace(-12, 12, count).to(kType<T>);
+  const Tensor out_grad = torch::randn({count}).to(kType<T>);
+  Tensor out = torch::empty_like(x), again = torch::empty_like(x), grad = out_grad.clone();
+  gelu<T>(x.data_ptr<T>(), out.data_ptr<T>(), count);
+  gelu_backward<T>(x.data_ptr<T>(), again.data_ptr<T>(), grad.data_ptr<T>(), count);
+  const Tensor wide = leaf(x);
+  const Tensor expected = torch::gelu(wide);
+  expected.backward(out_grad.to(torch::kDouble));
+  EXPECT_LT(error(out, expected.detach()), kTolerance<T>);
+  EXPECT_TRUE(again.equal(out));
+  EXPECT_LT(error(grad, wide.grad()), kTolerance<T>);
+  EXPECT_LT(
+      (out.to(torch::kDouble) - expected.detach()).abs().max().item<double>(), 12 * kTolerance<T>);
+}
+
+TEST_F(NativeTest, Gelu) {
+  check_gelu<double>();
+  check_gelu<float>();
+  check_gelu<c10::BFloat16>();
+}
+
+template <typename T>
+void check_cross_entropy() {
+  for (const auto& [rows, cols] :
+       std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {5, 17}, {64, 1000}}) {
+    const Tensor logits = (torch::randn({rows, cols}) * 5).to(kType<T>);
+    const Tensor targets = torch::randint(0, cols, {rows}, torch::kLong);
+    const Tensor wide = leaf(logits);
+    const Tensor expected = torch::cross_entropy_loss(wide, targets, {}, at::Reduction::None);
+    (expected.sum() * 0.3).backward();
+    Tensor grad = logits.clone(), losses = torch::empty({rows}, torch::kDouble);
+    const auto run = [&](double scale) {
+      cross_entropy<T>(
+          grad.data_ptr<T>(), targets.data_ptr<int64_t>(), losses.data_ptr<double>(), scale, rows,
+          cols);
+    };
+    run(0);
+    EXPECT_TRUE(grad.equal(logits));
+    EXPECT_LT(error(losses, expected.detach()), std::min(kTolerance<T>, 1e-6));
+    run(0.3);
+    EXPECT_LT(error(grad, wide.grad()), kTolerance<T>) << rows << "x" << cols;
+  }
+}
+
+TEST_F(NativeTest, CrossEntropy) {
+  check_cross_entropy<double>();
+  check_cross_entropy<float>();
+  check_cross_entropy<c10::BFloat16>();
+}
+
+TEST_F(NativeTest, CrossEntropyOfHugeAndOfInfiniteLogits) {
+  Tensor logits =
+      torch::tensor({{3e38F, -3e38F, 0.0F}, {-INFINITY, 1.0F, 1.0F}, {NAN, 0.0F, 0.0F}});
+  const Tensor targets = torch::tensor({0, 1, 1}, torch::kLong);
+  Tensor losses = torch::empty({3}, torch::kDouble);
+  cross_entropy<float>(
+      logits.data_ptr<float>(), targets.data_ptr<int64_t>(), losses.data_ptr<double>(), 1, 3, 3);
+  EXPECT_EQ(losses[0].item<double>(), 0);
+  EXPECT_NEAR(losses[1].item<double>(), std::log(2), 1e-7);
+  EXPECT_TRUE(std::isnan(losses[2].item<double>()));
+  EXPECT_EQ(logits[1][0].item<float>(), 0);
+}
+
+template <typename T>
+void check_embedding() {
+  const Tensor table = torch::randn({11, 37}, kType<T>), x_grad = torch::randn({50, 37}, kType<T>);
+  const Tensor tokens = torch::randint(0, 11, {50}, torch::kLong);
+  Tensor x = torch::empty({50, 37}, kType<T>), grad = torch::ones({11, 37}, kType<T>);
+  embed<T>(table.data_ptr<T>(), tokens.data_ptr<int64_t>(), x.data_ptr<T>(), 50, 37);
+  EXPECT_TRUE(x.equal(table.index_select(0, tokens)));
+  embed_backward<T>(x_grad.data_ptr<T>(), tokens.data_ptr<int64_t>(), grad.data_ptr<T>(), 50, 37);
+  const Tensor expected = torch::ones({11, 37}, kType<T>).index_add(0, tokens, x_grad);
+  EXPECT_LT(error(grad, expected), kTolerance<T>);
+}
+
+TEST_F(NativeTest, Embedding) {
+  check_embedding<float>();
+  check_embedding<double>();
+}
+
+// Attention by its definition: [batch·tokens, row] → [batch·tokens, width].
+Tensor plain_attention(
+    const AttentionShape& shape, const Tensor& cos, const Tensor& sin, const Tensor& qkv) {
+  const int64_t size = shape.head_dim;
+  const auto parts = qkv.view({shape.batch, shape.tokens, -1, size})
+                         .split_with_sizes({shape.heads, shape.kv_heads, shape.kv_heads}, 2);
+  const auto turned = [&](const Tensor& x) {
+    const auto halves = x.chunk(2, -1);
+    const Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
+    return torch::cat({halves[0] * c + halves[1] * s, halves[1] * c - halves[0] * s}, -1);
+  };
+  const auto heads = [&](const Tensor& x) {
+    return x.repeat_interleave(shape.heads / x.size(2), 2).transpose(1, 2);
+  };
+  const Tensor q = heads(turned(parts[0])), k = heads(turned(parts[1])), v = heads(parts[2]);
+  const Tensor seen = torch::ones({shape.tokens, shape.tokens}, torch::kBool).tril();
+  const Tensor scores =
+      (q.matmul(k.mT()) / std::sqrt(static_cast<double>(size))).masked_fill(~seen, -INFINITY);
+  return scores.softmax(-1).matmul(v).transpose(1, 2).reshape({-1, shape.width()});
+}
+
+template <typename T>
+void check_attention(double tolerance) {
+  using S = Sum<T>;
+  for (const AttentionShape& shape :
+       {AttentionShape{1, 1, 1, 1, 2}, AttentionShape{2, 5, 2, 2, 6},
+        AttentionShape{2, 70, 4, 2, 16}, AttentionShape{1, 33, 6, 1, 10},
+        AttentionShape{1, 300, 2, 2, 64}, AttentionShape{3, 128, 3, 3, 16}}) {
+    const int64_t rows = shape.batch * shape.tokens;
+    const Tensor angles = torch::rand({shape.tokens, shape.head_dim / 2}, kType<S>) * 6;
+    const Tensor cos = angles.cos(), sin = angles.sin();
+    const Tensor qkv = torch::randn({rows, shape.row()}).to(kType<T>);
+    const Tensor out_grad = torch::randn({rows, shape.width()}).to(kType<T>);
+    const Rotary<S> rotary{cos.data_ptr<S>(), sin.data_ptr<S>()};
+    Tensor turned = qkv.clone(), out = torch::empty_like(out_grad), grad = torch::empty_like(qkv);
+    Tensor log_sums = torch::empty({shape.batch, shape.heads, shape.tokens}, kType<S>);
+    attention<T>(shape, rotary, turned.data_ptr<T>(), out.data_ptr<T>(), log_sums.data_ptr<S>());
+    attention_backward<T>(
+        shape, rotary, turned.data_ptr<T>(), out.data_ptr<T>(), log_sums.data_ptr<S>(),
+        out_grad.data_ptr<T>(), grad.data_ptr<T>());
+    const Tensor wide = leaf(qkv);
+    const Tensor expected =
+        plain_attention(shape, cos.to(torch::kDouble), sin.to(torch::kDouble), wide);
+    expected.backward(out_grad.to(torch::kDouble));
+    EXPECT_LT(error(out, expected.detach()), tolerance) << shape.tokens << " tokens";
+    EXPECT_LT(error(grad, wide.grad()), 2 * tolerance) << shape.tokens << " tokens";
+  }
+}
+
+TEST_F(NativeTest, Attention) {
+  check_attention<double>(1e-13);
+  check_attention<float>(1e-6);
+  check_attention<c10::BFloat16>(0.006);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The whole step.
+
+struct Result {
+  double loss;
+  std::vector<Tensor> grads;
+};
+
+Result gradients(Model& model, const Tensor& tokens, Kernels kernels, double share = 1) {
+  for (auto& weight : model.parameters()) weight.mutable_grad() = Tensor();
+  model.set_kernels(kernels);
+  const int64_t length = tokens.size(1) - 1;
+  Result result;
+  result.loss =
+      model.add_gradients(tokens.narrow(1, 0, length), tokens.narrow(1, 1, length), share);
+  for (const auto& weight : model.parameters()) result.grads.push_back(weight.grad().clone());
+  return result;
+}
+
+double error(const Result& actual, const Result& expected) {
+  double worst = 0;
+  for (size_t i = 0; i < actual.grads.size(); ++i) {
+    worst = std::max(worst, error(actual.grads[i], expected.grads[i]));
+  }
+  return worst;
+}
+
+const std::vector<ModelShape> kShapes = {
+    {.layers = 1, .heads = 1, .kv_heads = 0, .width = 2, .context = 3, .vocabulary = 5},
+    {.layers = 2, .heads = 4, .kv_heads = 0, .width = 32, .context = 16, .vocabulary = 64},
+    {.layers = 2, .heads = 6, .kv_heads = 2, .width = 60, .context = 37, .vocabulary = 131},
+    {.layers = 3, .heads = 3, .kv_heads = 1, .width = 48, .context = 70, .vocabulary = 300},
+};
+
+TEST_F(NativeTest, StepEqualsAutogradInFp64) {
+  for (const auto& shape : kShapes) {
+    Model model(shape, torch::kDouble, 1);
+    model.to(torch::kDouble);
+    const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
+    const auto expected = gradients(model, tokens, Kernels::kPortable, 0.7);
+    const auto actual = gradients(model, tokens, Kernels::kNative, 0.7);
+    EXPECT_NEAR(actual.loss, expected.loss, 1e-12) << shape.width;
+    EXPECT_LT(error(actual, expected), 1e-11) << shape.width;
+  }
+}
+
+TEST_F(NativeTest, StepEqualsNumericalDerivativesInFp64) {
+  const auto& shape = kShapes[2];
+  Model model(shape, torch::kDouble, 1);
+  model.to(torch::kDouble);
+  model.set_kernels(Kernels::kNative);
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
+  const Tensor in = tokens.narrow(1, 0, shape.context), out = tokens.narrow(1, 1, shape.context);
+  model.add_gradients(in, out, 1);
+  const torch::NoGradGuard no_grad;
+  for (const auto& item : model.named_parameters()) {
+    const Tensor weight = item.value(), kept = weight.clone();
+    const Tensor direction = torch::randn_like(weight) / std::sqrt(weight.numel());
+    const double step = 1e-4;
+    weight.copy_(kept + step * direction);
+    const double above = model.evaluate(in, out);
+    weight.copy_(kept - step * direction);
+    const double below = model.evaluate(in, out);
+    weight.copy_(kept);
+    const double expected = (weight.grad() * direction).sum().item<double>();
+    EXPECT_NEAR((above - below) / (2 * step), expected, 1e-7 + 1e-4 * std::abs(expected))
+        << item.key();
+  }
+}
+
+TEST_F(NativeTest, StepIsWithinRoundingInFp32AndBf16) {
+  for (const auto& shape : kShapes) {
+    const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
+    Model model(shape, torch::kFloat, 1);
+    const auto expected = gradients(model, tokens, Kernels::kPortable);
+    const auto fp32 = gradients(model, tokens, Kernels::kNative);
+    EXPECT_NEAR(fp32.loss, expected.loss, 1e-5) << shape.width;
+    EXPECT_LT(error(fp32, expected), 1e-5) << shape.width;
+    // In bf16 no farther from fp32 than libtorch is.
+    model.set_precision(torch::kBFloat16);
+    const auto portable = gradients(model, tokens, Kernels::kPortable);
+    const auto native = gradients(model, tokens, Kernels::kNative);
+    EXPECT_NEAR(native.loss, expected.loss, 0.01 * expected.loss) << shape.width;
+    EXPECT_LT(error(native, expected), 1.2 * error(portable, expected) + 0.005) << shape.width;
+  }
+}
+
+TEST_F(NativeTest, GradientsAddUp) {
+  const auto& shape = kShapes[1];
+  Model model(shape, torch::kFloat, 1);
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {4, shape.context + 1}, torch::kLong);
+  const auto whole = gradients(model, tokens, Kernels::kNative);
+  gradients(model, tokens.narrow(0, 0, 1), Kernels::kNative, 0.25);
+  const Tensor rest = tokens.narrow(0, 1, 3);
+  model.add_gradients(rest.narrow(1, 0, shape.context), rest.narrow(1, 1, shape.context), 0.75);
+  for (size_t i = 0; i < whole.grads.size(); ++i) {
+    EXPECT_LT(error(model.parameters()[i].grad(), whole.grads[i]), 1e-6);
+  }
+}
+
+TEST_F(NativeTest, CopiesFollowTheWeights) {
+  const auto& shape = kShapes[1];
+  Model model(shape, torch::kBFloat16, 1);
+  model.set_kernels(Kernels::kNative);
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {4, shape.context + 1}, torch::kLong);
+  const Tensor in = tokens.narrow(1, 0, shape.context), out = tokens.narrow(1, 1, shape.context);
+  const double before = model.evaluate(in, out);
+  EXPECT_EQ(model.evaluate(in, out), before);
+  for (const auto& weight : model.parameters()) {
+    const torch::NoGradGuard no_grad;
+    weight.mul_(1.5);
+    const double after = model.evaluate(in, out);
+    EXPECT_NE(after, before);
+    weight.div_(1.5);
+  }
+  EXPECT_NEAR(model.evaluate(in, out), before, 1e-3);
+}
+
+TEST_F(NativeTest, LogitsOfALargeVocabularyAreCutIntoChunks) {
+  // 65536 entries in fp32: 128 rows a chunk of 32 MB.
+  const ModelShape shape = {
+      .layers = 1, .heads = 2, .kv_heads = 0, .width = 8, .context = 100, .vocabulary = 65536};
+  Model model(shape, torch::kFloat, 1);
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
+  const auto expected = gradients(model, tokens, Kernels::kPortable);
+  const auto actual = gradients(model, tokens, Kernels::kNative);
+  EXPECT_NEAR(actual.loss, expected.loss, 1e-5);
+  EXPECT_LT(error(actual, expected), 2e-5);
+}
+
+TEST_F(NativeTest, ShorterAndLongerBatchesFollowEachOther) {
+  const auto& shape = kShapes[2];
+  Model model(shape, torch::kFloat, 1);
+  const auto tokens_of = [&](int64_t batch, int64_t length) {
+    return torch::randint(0, shape.vocabulary, {batch, length + 1}, torch::kLong);
+  };
+  for (const auto& tokens : {tokens_of(2, 20), tokens_of(4, 37), tokens_of(1, 5)}) {
+    EXPECT_LT(
+        error(
+            gradients(model, tokens, Kernels::kNative),
+            gradients(model, tokens, Kernels::kPortable)),
+        1e-5);
+  }
+}
+
+TEST(KernelsNames, AreParsed) {
+  EXPECT_EQ(parse_kernels("portable", torch::kCPU), Kernels::kPortable);
+  EXPECT_EQ(parse_kernels("auto", torch::kCUDA), Kernels::kPortable);
+  EXPECT_ERROR_SAYS(parse_kernels("fast", torch::kCPU), "one of auto, native, portable");
+  EXPECT_ERROR_SAYS(parse_kernels("native", torch::kCUDA), "AVX512-BF16");
+}
+
+}  // namespace
+}  // namespace gpt

@@ -1,0 +1,172 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <array>
+
+#include "group_muon/products.h"
+#include "testing.h"
+
+namespace group_muon {
+namespace {
+
+using torch::Tensor;
+
+template <typename T>
+MatrixView<T> view(const Tensor& tensor) {
+  auto* data = tensor.data_ptr<std::remove_const_t<T>>();
+  return {data, tensor.size(0), tensor.size(1), tensor.stride(0)};
+}
+
+double error(const Tensor& actual, const Tensor& expected) {
+  return ((actual.to(torch::kDouble) - expected).norm() / expected.norm()).item<double>();
+}
+
+Tensor wide(const Tensor& tensor) { return tensor.to(torch::kDouble); }
+
+// What a type is called in torch, and the error of one rounding to it and of fp32 sums.
+template <typename T>
+constexpr auto kType = c10::CppTypeToScalarType<T>::value;
+template <typename T>
+constexpr double kTolerance = std::is_same_v<T, float> ? 1e-5 : 0.005;
+
+class ProductsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_products()) GTEST_SKIP() << "this CPU has no bf16 dot products";
+    torch::manual_seed(0);
+  }
+};
+
+// Both ways to run a product; they should agree to the bit.
+template <typename In, typename Out>
+void run_both(const Product<In, Out>& product, bool symmetric, const Tensor& out) {
+  const Tensor before = out.clone();
+  symmetric ? multiply_symmetric(product) : multiply(product);
+  const Tensor alone = out.clone();
+  out.copy_(before);
+  symmetric ? multiply_symmetric_shared(product) : multiply_shared(product);
+  EXPECT_TRUE(out.equal(alone));
+}
+
+template <typename In, typename Out>
+void check_products() {
+  for (const auto [m, k, n] : std::vector<std::array<int64_t, 3>>{
+           {1, 1, 1},
+           {8, 2, 48},
+           {7, 3, 5},
+           {9, 33, 17},
+           {13, 7, 49},
+           {64, 64, 200},
+           {300, 31, 97},
+           {530, 65, 33}}) {
+    for (const bool transpose_a : {false, true}) {
+      for (const bool transpose_b : {false, true}) {
+        const Tensor a = torch::randn({m, k}).to(kType<In>), b = torch::randn({k, n}).to(kType<In>);
+        const Tensor a_there = transpose_a ? a.t().contiguous() : a;
+        const Tensor b_there = transpose_b ? b.t().contiguous() : b;
+        const Tensor d = torch::randn({m, n}).to(kType<Out>);
+        const Tensor out = torch::full({m, n}, 7, kType<Out>);
+        Product<In, Out> product{
+            .a = view<const In>(a_there),
+            .b = view<const In>(b_there),
+            .out = view<Out>(out),
+            .alpha = 0.5F,
+            .transpose_a = transpose_a,
+            .transpose_b = transpose_b};
+        run_both(product, false, out);
+        const Tensor plain = 0.5 * wide(a).mm(wide(b));
+        EXPECT_LT(error(out, plain), kTolerance<Out>) << m << " " << k << " " << n;
+        product.d = d.template data_ptr<Out>();
+        product.beta = -2;
+        run_both(product, false, out);
+        EXPECT_LT(error(out, plain - 2 * wide(d)), kTolerance<Out>) << m << " " << k << " " << n;
+        out.copy_(d);
+        product.d = product.out.data;  // adds to what is there
+        product.beta = 1;
+        run_both(product, false, out);
+        EXPECT_LT(error(out, plain + wide(d)), kTolerance<Out>) << m << " " << k << " " << n;
+      }
+    }
+  }
+}
+
+TEST_F(ProductsTest, AnyShapeTransposedOrNot) {
+  check_products<c10::BFloat16, c10::BFloat16>();
+  check_products<c10::BFloat16, float>();
+  check_products<float, float>();
+}
+
+template <typename In, typename Out>
+void check_symmetric() {
+  for (const auto [n, k] : std::vector<std::array<int64_t, 2>>{
+           {1, 1}, {5, 3}, {16, 32}, {48, 64}, {49, 31}, {64, 100}, {97, 101}, {200, 48}}) {
+    for (const bool tall : {false, true}) {
+      const Tensor x = torch::randn({n, k}).to(kType<In>);
+      const Tensor there = tall ? x.t().contiguous() : x;
+      const Tensor out = torch::full({n, n}, 7, kType<Out>);
+      run_both(
+          Product<In, Out>{
+              .a = view<const In>(there),
+              .b = view<const In>(there),
+              .out = view<Out>(out),
+              .transpose_a = tall,
+              .transpose_b = !tall},
+          true, out);
+      EXPECT_LT(error(out, wide(x).mm(wide(x).t())), kTolerance<Out>) << n << " " << k;
+      EXPECT_TRUE(out.equal(out.t())) << n << " " << k;
+      // Commuting symmetric matrices, with a third added.
+      const Tensor square = torch::empty_like(out);
+      run_both(
+          Product<Out, Out>{
+              .a = view<const Out>(out),
+              .b = view<const Out>(out),
+              .out = view<Out>(square),
+              .d = out.template data_ptr<Out>(),
+              .alpha = 2,
+              .beta = 3},
+          true, square);
+      EXPECT_LT(error(square, 2 * wide(out).mm(wide(out)) + 3 * wide(out)), kTolerance<Out>);
+      EXPECT_TRUE(square.equal(square.t())) << n << " " << k;
+    }
+  }
+}
+
+TEST_F(ProductsTest, SymmetricResultsAreExactlySymmetric) {
+  check_symmetric<c10::BFloat16, c10::BFloat16>();
+  check_symmetric<c10::BFloat16, float>();
+  check_symmetric<float, float>();
+}
+
+TEST_F(ProductsTest, RowsMayLieApartAndNothingBesideThemIsWritten) {
+  const Tensor all = torch::randn({20, 60}).to(torch::kBFloat16);
+  const Tensor a = all.slice(1, 0, 30), b = all.slice(1, 30, 60);
+  const Tensor around = torch::zeros({20, 64}, torch::kBFloat16);
+  const Tensor out = around.slice(1, 8, 28);
+  const Product<c10::BFloat16, c10::BFloat16> product{
+      .a = view<const c10::BFloat16>(a),
+      .b = view<const c10::BFloat16>(b),
+      .out = view<c10::BFloat16>(out),
+      .transpose_b = true};
+  multiply(product);
+  EXPECT_LT(error(out, wide(a).mm(wide(b).t())), kTolerance<c10::BFloat16>);
+  EXPECT_EQ(around.slice(1, 0, 8).abs().sum().item<double>(), 0);
+  EXPECT_EQ(around.slice(1, 28, 64).abs().sum().item<double>(), 0);
+}
+
+TEST_F(ProductsTest, ZeroTimesNanBeyondTheEdgeDoesNotCount) {
+  // An odd inner size leaves half of the last pair empty, whatever lies behind it in memory.
+  const Tensor around = torch::full({9, 8}, std::nan(""), torch::kBFloat16);
+  const Tensor a = around.slice(1, 0, 5);
+  a.fill_(1);
+  const Tensor out = torch::empty({9, 9});
+  multiply(
+      Product<c10::BFloat16, float>{
+          .a = view<const c10::BFloat16>(a),
+          .b = view<const c10::BFloat16>(a),
+          .out = view<float>(out),
+          .transpose_b = true});
+  EXPECT_TRUE(out.equal(torch::full({9, 9}, 5.0)));
+}
+
+}  // namespace
+}  // namespace group_muon

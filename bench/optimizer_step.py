@@ -1,186 +1,342 @@
-"""Times one optimizer step on GPT-2 Small's block matrices: Group Muon beside torch.optim.Muon and a
-Python loop over heads. All take turns in one run; the best of the repeats counts, as a ratio.
+"""Times the optimizer's step against other implementations of Muon, and measures how exact it is.
+All contenders take turns in one run; the best of the repeats counts, as a ratio. Tables:
 
-    ./run bench [--layers 12] [--repeats 5] [--threads 2] [--json FILE]
+    step      GPT-2 Small's block matrices: torch.optim.Muon, its peers, Group Muon
+    heads     QKV matrices alone, head by head: Python code against Group Muon
+    blocks    one QKV matrix of many sizes: Python code against Group Muon
+    accuracy  error of the orthogonalization against fp64
+    bytes     memory traffic of all that is not the iteration
 """
 
 import argparse
-import json
 import pathlib
-import platform
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from contenders import (
+    Cut,
+    Matrices,
+    available_modes,
+    head_wise,
+    newton_schulz,
+    newton_schulz_loop,
+    ours,
+    packed,
+    peers,
+    python_muon,
+    qk_random,
+    three_way,
+    torch_muon,
+)
+from measure import (
+    Contender,
+    copy_bandwidth,
+    gemm_peak,
+    load,
+    machine,
+    pin,
+    print_table,
+    rounds,
+    write_json,
+)
+from torch import Tensor
 
 import group_muon
 
-WIDTH, HEADS, HEAD_DIM = 768, 12, 64
-BASELINE = "torch.optim.Muon, packed"
+HEADS, HEAD_DIM = 12, 64  # of GPT-2 Small
+WIDTH = HEADS * HEAD_DIM
 
 
-@dataclass
-class Contender:
-    name: str
-    step: Callable[[], None]
-    flops: float  # of the standard iteration on its blocks
-    seconds: list[float] = field(default_factory=list)
+def measured(contenders: list[Contender], arguments: argparse.Namespace) -> float:
+    """Lets the contenders take turns; returns the GEMM peak between their rounds."""
+    peak = max(gemm_peak() for _ in rounds(contenders, arguments.repeats))
+    print(f"bf16 GEMM peak in this run: {peak / 1e9:.0f} GF/s\n")
+    return peak
 
 
-def flops(blocks: int, rows: int, cols: int, steps: int = 5) -> float:
-    """Multiply-adds of the standard Newton–Schulz iteration, twice each."""
-    short, long = sorted((rows, cols))
-    return blocks * steps * (4 * short * short * long + 2 * short**3)
+def step_table(arguments: argparse.Namespace) -> dict[str, object]:
+    """The block matrices of GPT-2 Small: QKV, output projection, MLP."""
+    shapes = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+    matrices = Matrices(arguments.layers, shapes)
+    cuts = [cut(HEADS, HEAD_DIM) for cut in (packed, three_way, head_wise)]
+    cuts += [qk_random(HEADS, HEAD_DIM, g) for g in (6, 1, 2, 3, 4)]
+    others = [*peers(matrices, cuts[0], arguments.only), *ours(matrices, cuts, available_modes())]
+    contenders = []
+    for baseline in (torch_muon(matrices, cut) for cut in cuts):
+        # Side by side, so that both sides of a ratio are timed within seconds.
+        compared = [c for c in others if c.baseline == baseline.name]
+        compared = [c for c in compared if re.search(arguments.only, c.name)]
+        if compared or re.search(arguments.only, baseline.name):
+            contenders += [baseline, *compared]
+
+    print(f"A step on {len(matrices.weights)} block matrices of GPT-2 Small.")
+    peak = measured(contenders, arguments)
+    best = {c.name: c.best for c in contenders}
+    rows, facts = [], []
+    for c in contenders:
+        # The other modes do less or other arithmetic, of which the standard's flops say nothing.
+        fraction = c.flops / c.best / peak if c.mode in ("", "plain") else None
+        speedup = best[c.baseline] / c.best
+        facts.append(
+            dict(name=c.name, seconds=c.best, baseline=c.baseline, speedup=speedup,
+                 flops=c.flops, fraction_of_peak=fraction)
+        )  # fmt: skip
+        rows.append(
+            [c.name, c.baseline, f"{c.best * 1e3:.0f}", f"{speedup:.2f}", f"{c.flops / 1e9:.0f}",
+             f"{100 * fraction:.0f}%" if fraction else "–"]
+        )  # fmt: skip
+    columns = ["optimizer step", "baseline", "ms", "times faster", "GFLOP", "of GEMM peak"]
+    print_table(columns, rows, texts=2)
+    return dict(peak=peak, rows=facts)
 
 
-def matrices(layers: int, qkv_rows: list[int]) -> list[nn.Parameter]:
-    """The blocks' weights, QKV cut into parts of these rows, with gradients."""
-    shapes = [(rows, WIDTH) for rows in qkv_rows] + [
-        (WIDTH, WIDTH),
-        (4 * WIDTH, WIDTH),
-        (WIDTH, 4 * WIDTH),
+def heads_table(arguments: argparse.Namespace) -> dict[str, object]:
+    """QKV matrices alone, every head a block."""
+    matrices = Matrices(arguments.layers, [(3 * WIDTH, WIDTH)])
+    cut = head_wise(HEADS, HEAD_DIM)
+    contenders = [
+        python_muon("Python, a loop over heads", matrices, cut, newton_schulz_loop),
+        python_muon("Python, heads as a batch", matrices, cut, newton_schulz),
+        *ours(matrices, [cut], available_modes()),
     ]
-    params = [nn.Parameter(torch.randn(shape) * 0.02) for _ in range(layers) for shape in shapes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
-
-
-def shared_flops(layers: int) -> float:
-    """Output projection and MLP, which all contenders treat alike."""
-    return layers * (flops(1, WIDTH, WIDTH) + flops(2, WIDTH, 4 * WIDTH))
-
-
-def torch_muon(layers: int, name: str, qkv_rows: list[int]) -> Contender:
-    optimizer = torch.optim.Muon(matrices(layers, qkv_rows), lr=1e-3, weight_decay=0.0)
-    qkv = layers * sum(flops(1, rows, WIDTH) for rows in qkv_rows)
-    return Contender(name, optimizer.step, qkv + shared_flops(layers))
-
-
-def python_loop(layers: int) -> Contender:
-    """Head-wise Muon as one would write it: momentum a matrix, Newton–Schulz head by head."""
-    params = matrices(layers, [3 * WIDTH])
-    buffers = [torch.zeros_like(p) for p in params]
-
-    def newton_schulz(g: torch.Tensor) -> torch.Tensor:
-        x = g.bfloat16()
-        x = x.T if g.size(0) > g.size(1) else x
-        x = x / x.norm().clamp(min=1e-7)
-        for _ in range(5):
-            a = x @ x.T
-            b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
-            x = torch.addmm(x, b, x, beta=3.4445)
-        return x.T if g.size(0) > g.size(1) else x
-
-    @torch.no_grad()
-    def step() -> None:
-        for p, buffer in zip(params, buffers):
-            buffer.lerp_(p.grad, 0.05)
-            update = p.grad.lerp(buffer, 0.95)
-            parts = update.split(HEAD_DIM) if p.size(0) == 3 * WIDTH else [update]
-            p.add_(torch.cat([newton_schulz(part) for part in parts]), alpha=-1e-3)
-
-    return Contender(
-        "Python loop over heads",
-        step,
-        layers * flops(3 * HEADS, HEAD_DIM, WIDTH) + shared_flops(layers),
+    print(f"A step on {arguments.layers} QKV matrices of {3 * WIDTH}×{WIDTH}, head-wise.")
+    peak = measured(contenders, arguments)
+    loop, batch = contenders[0].best, contenders[1].best
+    facts = [
+        dict(name=c.name, seconds=c.best, to_loop=loop / c.best, to_batch=batch / c.best,
+             flops=c.flops)
+        for c in contenders
+    ]  # fmt: skip
+    print_table(
+        ["optimizer step", "ms", "times faster than the loop", "than the batch", "GFLOP"],
+        [
+            [
+                f["name"],
+                f"{f['seconds'] * 1e3:.1f}",
+                f"{f['to_loop']:.2f}",
+                f"{f['to_batch']:.2f}",
+                f"{f['flops'] / 1e9:.0f}",
+            ]
+            for f in facts
+        ],  # fmt: skip
     )
+    return dict(peak=peak, rows=facts)
 
 
-def ours(layers: int, name: str, layout: str, blocks: list[tuple[int, int]]) -> Contender:
-    """blocks: (number, rows) of the parts into which QKV is cut."""
-    params = matrices(layers, [3 * WIDTH])
-    optimizer = group_muon.GroupMuon([{"params": params[0::4], "layout": layout}] + [
-        {"params": [p for i, p in enumerate(params) if i % 4]}
-    ])  # fmt: skip
-    qkv = layers * sum(flops(count, rows, WIDTH) for count, rows in blocks)
-    return Contender(name, optimizer.step, qkv + shared_flops(layers))
-
-
-def contenders(layers: int) -> list[Contender]:
-    def packed(**groupings: str) -> str:
-        return group_muon.packed_qkv(HEADS, HEAD_DIM, **groupings)
-
-    rows = [WIDTH] * 3
-    result = [
-        torch_muon(layers, BASELINE, [3 * WIDTH]),
-        torch_muon(layers, "torch.optim.Muon, three-way", rows),
-        python_loop(layers),
-        ours(layers, "Group Muon, packed", group_muon.plain(), [(1, 3 * WIDTH)]),
-        ours(layers, "Group Muon, three-way", packed(), [(3, WIDTH)]),
-        ours(layers, "Group Muon, head-wise", packed(q="1", k="1", v="1"), [(3 * HEADS, HEAD_DIM)]),
+def block_cell(cut: Cut, width: int, repeats: int, budget: float) -> dict[str, float]:
+    """Seconds of one step on one QKV matrix."""
+    matrices = Matrices(1, [(3 * width, width)])
+    fast = {name: mode for name, mode in available_modes().items() if name == "fast"}
+    contenders = [
+        python_muon("batch", matrices, cut, newton_schulz),
+        python_muon("loop", matrices, cut, newton_schulz_loop),
+        *ours(matrices, [cut], fast),
     ]
-    for g in (1, 2, 3, 4, 6):
-        layout = packed(q=f"{g}:random", k=f"{g}:random")
-        blocks = [(2 * HEADS // g, g * HEAD_DIM), (1, WIDTH)]
-        result.append(ours(layers, f"Group Muon, QK g = {g} random", layout, blocks))
-    return result
+    for _ in rounds(contenders, repeats, budget):
+        pass
+    batch, loop, mine = (c.best for c in contenders)
+    return dict(batch=batch, loop=loop, fast=mine)
 
 
-def timed(action: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+def blocks_table(arguments: argparse.Namespace) -> dict[str, object]:
+    """One QKV matrix by width, head size, grouping and threads; small ones are repeated more often,
+    so that all of it takes minutes."""
+    widths, sizes = (256, 512, 1024, 2048), (16, 32, 64, 128)
+    print(
+        "A step on one QKV matrix of 3·width × width. Group Muon, fast: times faster than Python "
+        "code with the blocks as a batch / in a loop.\n"
+    )
+    kinds = [("packed", sizes[-1:]), ("head-wise", sizes), ("QK, half the heads, random", sizes)]
+    facts, rows = [], []
+    for threads in sorted({1, arguments.threads}):
+        torch.set_num_threads(threads)
+        for kind, head_dims in kinds:
+            for head_dim in head_dims:
+                row = [str(threads), kind, "any" if kind == "packed" else str(head_dim)]
+                for width in widths:
+                    heads = width // head_dim
+                    cut = {
+                        "packed": packed(heads, head_dim),
+                        "head-wise": head_wise(heads, head_dim),
+                    }.get(kind) or qk_random(heads, head_dim, heads // 2)
+                    cell = block_cell(cut, width, arguments.repeats, arguments.budget)
+                    key = dict(threads=threads, cut=kind, head_dim=head_dim, width=width)
+                    facts.append(key | cell)
+                    speedups = cell["batch"] / cell["fast"], cell["loop"] / cell["fast"]
+                    row.append("{:.2f} / {:.2f}".format(*speedups))
+                rows.append(row)
+    print_table(["threads", "blocks", "head size", *(f"width {w}" for w in widths)], rows, texts=2)
+    return dict(rows=facts)
 
 
-def gemm_peak(size: int = 2048) -> float:
-    """bf16 flops a second of a square product."""
-    a = torch.randn(size, size).bfloat16()
-    return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(5))
+def with_condition(count: int, rows: int, cols: int, condition: float) -> Tensor:
+    """Random singular vectors, singular values from 1 to 1 / condition, evenly in the logarithm:
+    [count, rows, cols]."""
+    short = min(rows, cols)
+    u = torch.linalg.qr(torch.randn(count, rows, short, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(count, cols, short, dtype=torch.float64)).Q
+    values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), short).double()
+    return (u * values @ v.mT).float()
+
+
+def with_direction(count: int, rows: int, cols: int, share: float) -> Tensor:
+    """Gaussian, but one pair of singular vectors has this share of the norm, as in momentum:
+    [count, rows, cols]."""
+    noise = torch.randn(count, rows, cols)
+    line = torch.randn(count, rows, 1) * torch.randn(count, 1, cols)
+    unit = [x / x.norm(dim=(-2, -1), keepdim=True) for x in (noise, line)]
+    return unit[0] * (1 - share**2) ** 0.5 + unit[1] * share
+
+
+def synthetic_blocks() -> Iterator[tuple[str, Tensor]]:
+    for rows, cols in [(64, 768), (384, 768), (384, 1536), (768, 768), (768, 3072)]:
+        yield "Gaussian", torch.randn(2, rows, cols)
+        yield "condition 1e3", with_condition(2, rows, cols, 1e3)
+        yield "condition 1e6", with_condition(2, rows, cols, 1e6)
+        yield "one direction with most of the norm", with_direction(8, rows, cols, 0.95)
+
+
+def momentum_blocks(checkpoint: pathlib.Path, heads: int) -> Iterator[tuple[str, Tensor]]:
+    """Momentum buffers of a run, layers stacked; QKV whole, in three, in half the heads, by head."""
+    from safetensors.torch import load_file
+
+    file = checkpoint / "optimizer.safetensors" if checkpoint.is_dir() else checkpoint
+    kinds: dict[str, list[Tensor]] = {}
+    for name, tensor in load_file(file).items():
+        if match := re.fullmatch(r"muon\.momentum\.transformer\.h\.\d+\.(.*)\.weight", name):
+            kinds.setdefault(match[1], []).append(tensor)
+    if not kinds:
+        raise SystemExit(f"'{file}' has no momentum of Group Muon")
+    for kind, tensors in kinds.items():
+        stack = torch.stack(tensors)  # [layers, rows, cols]
+        yield f"momentum, {kind}", stack
+        if kind == "attn.c_attn":
+            rows, cols = stack.shape[1:]
+            for name, block in [("Q, K, V", rows // 3), ("half the heads of Q, K, V", rows // 6),
+                                ("heads", rows // 3 // heads)]:  # fmt: skip
+                yield f"momentum, {kind}, {name}", stack.reshape(-1, block, cols)
+
+
+def accuracy_table(arguments: argparse.Namespace) -> dict[str, object]:
+    """Against the same polynomial (quintic, five steps) in fp64."""
+    modes = available_modes()
+    samples = list(synthetic_blocks())
+    if arguments.checkpoint:
+        samples += momentum_blocks(arguments.checkpoint, arguments.heads)
+    print(
+        "Relative Frobenius error of orthogonalized blocks to the same polynomial in fp64: median "
+        "/ largest of the blocks.\nFirst with only the block rounded to bf16 and all else in fp64.\n"
+    )
+    facts, rows = [], []
+    for kind, blocks in samples:
+        exact = newton_schulz(blocks, torch.float64)
+        norm = exact.norm(dim=(-2, -1))
+        results = {"bf16 input alone": newton_schulz(blocks.bfloat16(), torch.float64)}
+        results |= {
+            mode: group_muon.orthogonalize(blocks, **options) for mode, options in modes.items()
+        }
+        errors = {
+            name: (result.double() - exact).norm(dim=(-2, -1)) / norm  # [blocks]
+            for name, result in results.items()
+        }
+        shape = "×".join(map(str, blocks.shape[1:]))
+        listed = {name: error.tolist() for name, error in errors.items()}
+        facts.append(dict(kind=kind, shape=shape, blocks=len(blocks), errors=listed))
+        cells = [f"{error.median():.1e} / {error.max():.1e}" for error in errors.values()]
+        rows.append([kind, shape, str(len(blocks)), *cells])
+    print_table(["blocks", "shape", "number", *errors], rows, texts=2)
+    return dict(rows=facts)
+
+
+def without_iteration(matrices: Matrices, layout: str, mode: str) -> list[Contender]:
+    """A null iteration if the library allows one. Else one step and two, to be extrapolated to none:
+    each costs the same, in the Gram modes if they start anew after each."""
+    params, before = matrices.parameters()
+
+    def contender(steps: int) -> Contender:
+        options = dict(available_modes()[mode], steps=steps)
+        if mode != "plain":
+            options["restarts"] = range(1, steps)
+        optimizer = group_muon.GroupMuon(params, layout=layout, **options)
+        return Contender(f"{mode}, {steps} steps", optimizer.step, before=before)
+
+    try:
+        return [contender(0)]
+    except ValueError:
+        return [contender(1), contender(2)]
+
+
+def bytes_table(arguments: argparse.Namespace) -> dict[str, object]:
+    """Momentum, gathering, normalizing and applying, as the bytes a copy moves in the same time."""
+    minimum = 24
+    rows, cols, head_dim = 8192, 4096, 16  # 134 MB each of weight, gradient and momentum
+    matrices = Matrices(1, [(rows, cols)])
+    params, before = matrices.parameters()
+    optimizer = torch.optim.Muon(params, lr=1e-3, weight_decay=0.0, ns_steps=0)
+    lists = {"torch.optim.Muon": [Contender("torch.optim.Muon", optimizer.step, before=before)]}
+    for grouping in ("2", "2:random"):
+        layout = group_muon.separate(rows // head_dim, head_dim, grouping)
+        for mode in available_modes():
+            order = "random" if "random" in grouping else "adjacent"
+            name = f"Group Muon, {order} heads, {mode}"
+            lists[name] = without_iteration(matrices, layout, mode)
+
+    everyone = [c for contenders in lists.values() for c in contenders]
+    bandwidth = max(copy_bandwidth() for _ in rounds(everyone, arguments.repeats))
+    print(
+        f"A step without its iteration on a {rows}×{cols} matrix, blocks of {2 * head_dim}×{cols}."
+    )
+    print(f"A copy moves {bandwidth / 1e9:.1f} GB/s in this run.\n")
+    table, facts = [], []
+    table.append(["minimum: gradient 4, momentum 8, block 2; weight 8, block 2", "", "",
+                  f"{minimum}", "1.00"])  # fmt: skip
+    for name, contenders in lists.items():
+        first, *second = (c.best for c in contenders)
+        seconds = 2 * first - second[0] if second else first
+        how = "extrapolated from 1 and 2 steps" if second else "0 steps"
+        moved = seconds * bandwidth / (rows * cols)
+        facts.append(dict(name=name, how=how, seconds=seconds, bytes=moved))
+        table.append([name, how, f"{seconds * 1e3:.1f}", f"{moved:.1f}", f"{moved / minimum:.2f}"])
+    print_table(
+        ["elementwise work", "iteration", "ms", "bandwidth-equivalent bytes a parameter",
+         "times the minimum"],
+        table, texts=2,
+    )  # fmt: skip
+    return dict(bandwidth=bandwidth, minimum=minimum, rows=facts)
+
+
+TABLES = dict(
+    step=step_table, heads=heads_table, blocks=blocks_table, accuracy=accuracy_table,
+    bytes=bytes_table,
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("table", nargs="?", choices=TABLES, default="step")
     parser.add_argument("--layers", type=int, default=12, help="of GPT-2 Small's twelve")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default="", help="step: rows that match, and their baselines")
+    parser.add_argument("--budget", type=float, default=0.5, help="blocks: seconds a cell, about")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="accuracy: a checkpoint's folder")
+    parser.add_argument("--heads", type=int, default=HEADS, help="accuracy: of the checkpoint")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    pin(arguments.threads)
     torch.manual_seed(0)
 
-    runners = contenders(arguments.layers)
-    for runner in runners:
-        runner.step()  # warm-up
-    peak = 0.0
-    for repeat in range(arguments.repeats):
-        peak = max(peak, gemm_peak())
-        for runner in runners:
-            runner.seconds.append(timed(runner.step))
-        print(f"repeat {repeat + 1} of {arguments.repeats}", end="\r", file=sys.stderr, flush=True)
-
-    baseline = min(runners[0].seconds)
-    print(
-        f"GPT-2 Small, {4 * arguments.layers} block matrices, {arguments.threads} threads, torch {torch.__version__}"
-    )
-    print(f"bf16 GEMM peak in this run: {peak / 1e9:.0f} GF/s\n")
-    print(
-        "| optimizer step | ms | times faster than torch.optim.Muon, packed | GFLOP | of GEMM peak |"
-    )
-    print("|---|---:|---:|---:|---:|")
-    rows = []
-    for runner in runners:
-        best = min(runner.seconds)
-        rows.append(
-            dict(name=runner.name, seconds=best, speedup=baseline / best, flops=runner.flops,
-                 fraction_of_peak=runner.flops / best / peak)
-        )  # fmt: skip
-        print(
-            f"| {runner.name} | {best * 1e3:.0f} | {baseline / best:.2f} | {runner.flops / 1e9:.0f} "
-            f"| {100 * rows[-1]['fraction_of_peak']:.0f}% |"
-        )
-    if arguments.json:
-        facts = dict(
-            machine=platform.processor() or platform.machine(), torch=torch.__version__, peak=peak
-        )
-        arguments.json.write_text(
-            json.dumps(facts | vars(arguments) | {"rows": rows}, indent=1, default=str)
-        )
+    facts = machine(arguments.threads)
+    print("{cpu}, {cores} cores used, torch {torch}.".format(**facts))
+    result = TABLES[arguments.table](arguments)
+    if load.all:
+        facts["others"] = load.share()
+        warning = " Too much: only ratios of a quiet machine mean anything." * (load.share() > 0.05)
+        print(f"\nOther processes took {100 * load.share():.0f}% of its cores meanwhile.{warning}")
+    write_json(arguments.json, facts | vars(arguments) | result)
 
 
 main()

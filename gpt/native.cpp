@@ -18,7 +18,7 @@ using group_muon::Product;
 using torch::Tensor;
 
 // Logits of so many bytes are held at a time.
-constexpr int64_t kLogitBytes = 32 << 20;
+constexpr int64_t kLogitBytes = 64 << 20;
 // Products with a longer inner side are added up in parts, which fit into the cache.
 constexpr int64_t kLongestDepth = 4096;
 
@@ -251,8 +251,11 @@ class NativeStepOf : public NativeStep {
   // The mean loss; with gradients also that of the last norm's output. Some rows of logits at a time.
   double loss(const int64_t* targets, double share) {
     const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
-    const int64_t fitting = kLogitBytes / (vocabulary * static_cast<int64_t>(sizeof(T)));
-    const int64_t chunk = std::min(rows_, std::max<int64_t>(64, fitting / 64 * 64));
+    // Chunks of one size, a multiple of 16 rows.
+    const int64_t bytes = rows_ * vocabulary * static_cast<int64_t>(sizeof(T));
+    const int64_t chunks = (bytes + kLogitBytes - 1) / kLogitBytes;
+    const int64_t even = (rows_ + chunks - 1) / chunks;
+    const int64_t chunk = std::min(rows_, (even + 15) / 16 * 16);
     T* logits = room<T>(logits_, chunk, vocabulary);
     const MatrixView<S> normal_grad = room_for<S>(normal_grad_, width);
     losses_.resize(rows_);

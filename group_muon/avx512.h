@@ -11,11 +11,9 @@
 #include <immintrin.h>
 #ifdef __clang__
 #pragma GCC diagnostic pop
-#define GROUP_MUON_AVX512_BEGIN                                                               \
-  _Pragma(                                                                                    \
-      "clang attribute "                                                                      \
-      "push(__attribute__((target(\"avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma\"))), " \
-      "apply_to = function)")
+// clang-format off
+#define GROUP_MUON_AVX512_BEGIN _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma\"))), apply_to = function)")
+// clang-format on
 #define GROUP_MUON_AVX512_END _Pragma("clang attribute pop")
 #else
 // Up to the end of the file, where GCC instantiates templates.

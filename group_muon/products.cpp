@@ -42,23 +42,23 @@ using Vector = __m512i;
 // Transposes 16 × 16 numbers of 32 bits.
 void transpose(Vector (&rows)[16]) {
   Vector t[16];
-  for (int i = 0; i < 16; i += 2) {
+  for (int64_t i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {
+  for (int64_t i = 0; i < 16; i += 4) {
     rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int i = 0; i < 4; ++i) {
+  for (int64_t i = 0; i < 4; ++i) {
     t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
     t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
     t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
   }
-  for (int i = 0; i < 4; ++i) {
+  for (int64_t i = 0; i < 4; ++i) {
     rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
     rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
@@ -204,7 +204,7 @@ Entry entry_at(const In* from, int64_t count = kDepth<In>) {
 }
 
 // Rows `row` … `row + Rows` - 1 of a panel of `out`, its first 16·Vectors columns.
-template <int Rows, int Vectors, typename In, typename Out>
+template <int64_t Rows, int64_t Vectors, typename In, typename Out>
 void compute_tile(
     const Product<In, Out>& product, const Left<In>& a, int64_t row, int64_t column,
     const Entry* panel) {
@@ -216,25 +216,27 @@ void compute_tile(
   }
   const auto add = [&](const Entry* b, auto&& entry) {
     Vector parts[Vectors];
-    for (int v = 0; v < Vectors; ++v) parts[v] = _mm512_loadu_si512(b + 16 * v);
-    for (int i = 0; i < Rows; ++i) {
+    for (int64_t v = 0; v < Vectors; ++v) parts[v] = _mm512_loadu_si512(b + 16 * v);
+    for (int64_t i = 0; i < Rows; ++i) {
       const Entry left = entry(i);
-      for (int v = 0; v < Vectors; ++v) sums[i][v] = multiply_add<In>(sums[i][v], left, parts[v]);
+      for (int64_t v = 0; v < Vectors; ++v)
+        sums[i][v] = multiply_add<In>(sums[i][v], left, parts[v]);
     }
   };
   // Packed entries are whole; in place, the last may stop in the middle.
   const bool packed = a.row_step == kDepth<In>;
   const int64_t whole = packed ? entries<In>(a.depth) : a.depth / kDepth<In>;
   for (int64_t k = 0; k < whole; ++k) {
-    add(panel + k * kPanel, [&](int i) { return entry_at(rows + i * a.row_step + k * a.step); });
+    add(panel + k * kPanel,
+        [&](int64_t i) { return entry_at(rows + i * a.row_step + k * a.step); });
   }
   if (whole < entries<In>(a.depth)) {
     add(panel + whole * kPanel,
-        [&](int i) { return entry_at(rows + i * a.row_step + whole * a.step, 1); });
+        [&](int64_t i) { return entry_at(rows + i * a.row_step + whole * a.step, 1); });
   }
   const __m512 alpha = _mm512_set1_ps(product.alpha), beta = _mm512_set1_ps(product.beta);
-  for (int i = 0; i < Rows; ++i) {
-    for (int v = 0; v < Vectors; ++v) {
+  for (int64_t i = 0; i < Rows; ++i) {
+    for (int64_t v = 0; v < Vectors; ++v) {
       const int64_t at = column + 16 * v;
       const __mmask16 lanes = first_lanes(product.out.cols - at);
       const int64_t offset = (row + i) * product.out.stride + at;
@@ -246,7 +248,7 @@ void compute_tile(
   }
 }
 
-template <int Vectors, typename In, typename Out>
+template <int64_t Vectors, typename In, typename Out>
 void compute_rows(
     const Product<In, Out>& product, const Left<In>& a, int64_t row, int64_t last, int64_t column,
     const Entry* panel) {
@@ -263,21 +265,21 @@ void mirror_panel(const MatrixView<BFloat16>& out, int64_t column) {
   for (; row + 8 <= column; row += 8) {  // 8 × 8 at a time
     for (int64_t at = column; at + 8 <= last; at += 8) {
       __m128i r[8], t[8];
-      for (int i = 0; i < 8; ++i) {
+      for (int64_t i = 0; i < 8; ++i) {
         r[i] = _mm_loadu_si128(
             reinterpret_cast<const __m128i*>(out.data + (row + i) * out.stride + at));
       }
-      for (int i = 0; i < 4; ++i) {
+      for (int64_t i = 0; i < 4; ++i) {
         t[2 * i] = _mm_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
       }
-      for (int i = 0; i < 2; ++i) {
+      for (int64_t i = 0; i < 2; ++i) {
         r[4 * i] = _mm_unpacklo_epi32(t[4 * i], t[4 * i + 2]);
         r[4 * i + 1] = _mm_unpackhi_epi32(t[4 * i], t[4 * i + 2]);
         r[4 * i + 2] = _mm_unpacklo_epi32(t[4 * i + 1], t[4 * i + 3]);
         r[4 * i + 3] = _mm_unpackhi_epi32(t[4 * i + 1], t[4 * i + 3]);
       }
-      for (int i = 0; i < 4; ++i) {
+      for (int64_t i = 0; i < 4; ++i) {
         const auto put = [&](int64_t j, __m128i value) {
           _mm_storeu_si128(
               reinterpret_cast<__m128i*>(out.data + (at + j) * out.stride + row), value);
@@ -301,12 +303,12 @@ void mirror_panel(const MatrixView<float>& out, int64_t column) {
   for (int64_t at = column; at < last; at += 16) {
     for (int64_t row = 0; row < at; row += 16) {  // `at` is a multiple of 16, so no row is cut
       Vector tile[16];
-      for (int i = 0; i < 16; ++i) {
+      for (int64_t i = 0; i < 16; ++i) {
         tile[i] = _mm512_maskz_loadu_epi32(
             first_lanes(last - at), out.data + (row + i) * out.stride + at);
       }
       transpose(tile);
-      for (int i = 0; i < std::min<int64_t>(16, last - at); ++i) {
+      for (int64_t i = 0; i < std::min<int64_t>(16, last - at); ++i) {
         _mm512_storeu_si512(out.data + (at + i) * out.stride + row, tile[i]);
       }
     }
@@ -419,7 +421,7 @@ void multiply_strips(const Product<In, Out>& product) {
   // In pairs of tiles, as A is packed; small enough that every thread gets some.
   const int64_t pairs = tile_pairs(rows), tile = packed_tile<In>(product.a.rows);
   const int64_t strip = std::clamp<int64_t>(
-      std::min(kStripEntries / (2 * tile), pairs / (4 * at::get_num_threads())), 1, pairs);
+      std::min(kStripEntries / (2 * tile), pairs / (4 * int64_t{at::get_num_threads()})), 1, pairs);
   at::parallel_for(0, (pairs + strip - 1) / strip, 1, [&](int64_t begin, int64_t end) {
     Entry* left = left_memory(2 * strip * tile);
     for (int64_t i = begin; i < end; ++i) {
@@ -442,7 +444,7 @@ void multiply_shared(const Product<In, Out>& product) {
   const Left<In> a = left_in_place(product.a);
   const int64_t panels = num_panels(product.out.cols), rows = product.out.rows;
   // Rows are cut, too, where there are few panels; a piece is large enough to be worth its packing.
-  const int64_t wanted = (4 * at::get_num_threads() + panels - 1) / panels;
+  const int64_t wanted = (4 * int64_t{at::get_num_threads()} + panels - 1) / panels;
   const int64_t cuts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, rows / 128));
   const int64_t piece = (rows / cuts + 2 * kTileRows - 1) / (2 * kTileRows) * (2 * kTileRows);
   const int64_t pieces = (rows + piece - 1) / piece;

@@ -335,7 +335,7 @@ TEST_F(NativeTest, CopiesFollowTheWeights) {
 }
 
 TEST_F(NativeTest, LogitsOfALargeVocabularyAreCutIntoChunks) {
-  // 65536 entries in fp32: 128 rows a chunk of 32 MB.
+  // 300 rows of 65536 entries in fp32: two chunks of 64 MB at most.
   const ModelShape shape = {
       .layers = 1, .heads = 2, .kv_heads = 0, .width = 8, .context = 100, .vocabulary = 65536};
   Model model(shape, torch::kFloat, 1);

@@ -1,0 +1,134 @@
+"""What the benchmark tables share: contenders that take turns, the machine's limits, printing."""
+
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass
+class Contender:
+    name: str
+    step: Callable[[], object]
+    flops: float = 0.0  # of the standard iteration on its blocks
+    baseline: str = ""  # the contender to compare it with
+    mode: str = ""  # of Group Muon
+    before: Callable[[], None] = nothing  # what is not timed: gradients, as a backward pass leaves
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+@dataclass
+class Load:
+    """What other processes took of the machine while contenders were timed. Threads that wait for
+    each other suffer out of proportion, so ratios of a busy machine mean little."""
+
+    others: float = 0.0  # core seconds
+    all: float = 0.0
+
+    @staticmethod
+    def now() -> tuple[float, float, float]:
+        """Seconds in which cores were busy, in which this process was, and all there were."""
+        ticks = [int(word) for word in pathlib.Path("/proc/stat").read_text().split()[1:9]]
+        user, nice, system, idle, iowait, *rest = (t / os.sysconf("SC_CLK_TCK") for t in ticks)
+        busy = user + nice + system + sum(rest)
+        return busy, time.process_time(), busy + idle + iowait
+
+    def add(self, start: tuple[float, float, float]) -> None:
+        busy, own, everything = (end - begin for begin, end in zip(start, self.now()))
+        self.others += busy - own
+        self.all += everything
+
+    def share(self) -> float:
+        return max(0.0, self.others / self.all) if self.all else 0.0
+
+
+load = Load()
+
+
+def rounds(contenders: list[Contender], repeats: int, budget: float = math.inf) -> Iterator[int]:
+    """Lets all contenders take turns, so that a change of the machine's speed meets all of them.
+    The first round warms up and does not count. Past the budget of seconds no round begins, but one
+    is always counted."""
+    start = time.perf_counter()
+    for number in range(repeats + 1):
+        for contender in contenders:
+            contender.before()
+            elapsed = timed(contender.step)
+            if number > 0:
+                contender.seconds.append(elapsed)
+            note(f"round {number} of {repeats}: {contender.name:<60.60}", end="\r")
+        if number == 0:
+            begun = Load.now()
+        yield number
+        if number > 0 and time.perf_counter() - start > budget:
+            break
+    load.add(begun)
+    note(" " * 80, end="\r")
+
+
+def gemm_peak(size: int = 2048) -> float:
+    """bf16 flops a second of a square product."""
+    a = torch.randn(size, size).bfloat16()
+    return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(5))
+
+
+def copy_bandwidth(megabytes: int = 512) -> float:
+    """Bytes a second of a copy that no cache holds: those read and those written."""
+    source = torch.ones(megabytes * 2**18)
+    target = torch.zeros_like(source)
+    return 2 * source.nbytes / min(timed(lambda: target.copy_(source)) for _ in range(5))
+
+
+def pin(threads: int) -> None:
+    """Keeps this process on as many cores as it has threads. XLA sizes its thread pools by the
+    cores it is allowed, so this limits JAX too."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if threads > len(allowed):
+        raise SystemExit(f"{threads} threads are asked for, but there are {len(allowed)} cores")
+    os.sched_setaffinity(0, allowed[:threads])
+    torch.set_num_threads(threads)
+
+
+def machine(threads: int) -> dict[str, object]:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return dict(cpu=models[0] if models else "unknown", cores=threads, torch=torch.__version__)
+
+
+def note(text: str, end: str = "\n") -> None:
+    """To the standard error, so that the standard output is Markdown alone."""
+    if end == "\n" or sys.stderr.isatty():
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def print_table(columns: list[str], rows: list[list[str]], texts: int = 1) -> None:
+    """As Markdown; the first columns are texts, the rest figures."""
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * texts + "---:|" * (len(columns) - texts))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def write_json(path: pathlib.Path | None, content: dict[str, object]) -> None:
+    if path:
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -33,20 +33,21 @@ class BlockIteration {
 
   /// in → out; `in` is kept.
   void run(const GramBlock& block, const OrthogonalizeOptions& options) {
-    // The last phase ends in `out`, the ones before alternate with it.
-    auto bounds = options.restarts;
+    MatrixView<const BFloat16> x = {block.in, block.rows, block.cols, block.cols};
+    float scale = block.scale;
+    gram(x, scale);
+    auto bounds = options.restarts.empty() ? chosen_restarts(options) : options.restarts;
     bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
-    const BFloat16* x = block.in;
+    // The last phase ends in `out`, the ones before alternate with it.
     BFloat16 *result = block.out, *other = y_;
     if (bounds.size() % 2 == 0) std::swap(result, other);
-    float scale = block.scale;
     auto begin = options.coefficients.begin();
     for (const auto bound : bounds) {
+      if (begin != options.coefficients.begin()) gram(x, scale);
       const auto end = options.coefficients.begin() + bound;
-      const MatrixView<const BFloat16> from = {x, block.rows, block.cols, block.cols};
-      accumulate_factor(from, scale, begin, end);
-      apply_factor(from, scale, {result, block.rows, block.cols, block.cols});
-      x = result;
+      accumulate_factor(begin, end);
+      apply_factor(x, scale, {result, block.rows, block.cols, block.cols});
+      x.data = result;
       std::swap(result, other);
       scale = 1;
       begin = end;
@@ -57,9 +58,8 @@ class BlockIteration {
   using Step = std::vector<Coefficients>::const_iterator;
   using Matrix = MatrixView<Small>;
 
-  // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from R = XXᵀ (or XᵀX).
-  void accumulate_factor(
-      const MatrixView<const BFloat16>& x, float scale, Step step, const Step& end) {
+  // R ← scale²·XXᵀ, or XᵀX of a tall X.
+  void gram(const MatrixView<const BFloat16>& x, float scale) {
     const bool tall = x.rows > x.cols;
     symmetric(
         Product<BFloat16, Small>{
@@ -69,6 +69,23 @@ class BlockIteration {
             .alpha = scale * scale,
             .transpose_a = tall,
             .transpose_b = !tall});
+  }
+
+  // One restart is enough in bf16 unless some direction of X has much of the norm: what is small beside
+  // it drowns in the rounding of R and grows from step to step (‖R‖ is the root of the sum of σ⁴).
+  std::vector<int64_t> chosen_restarts(const OrthogonalizeOptions& options) const {
+    constexpr float kDominated = 0.4F;
+    float squares = 0;
+    for (int64_t i = 0; i < r_.rows * r_.cols; ++i) {
+      const auto entry = static_cast<float>(r_.data[i]);
+      squares += entry * entry;
+    }
+    const bool even = std::is_same_v<Small, BFloat16> && squares < kDominated * kDominated;
+    return gram_restarts(options.coefficients, even ? 1 : 2);
+  }
+
+  // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from this R.
+  void accumulate_factor(Step step, const Step& end) {
     for (bool first = true; step != end; ++step, first = false) {
       const auto a = static_cast<float>(step->a), b = static_cast<float>(step->b);
       const auto c = static_cast<float>(step->c);

@@ -28,7 +28,7 @@ bool can_use_cpu_gram(const OrthogonalizeOptions& options);
 constexpr double kSmallestNorm = 1e-12;
 constexpr double kLargestNorm = 1e12;
 
-/// The blocks are of one oriented shape. Threads take whole ones; what does not come out even is
+/// The blocks are of one oriented shape. Where options.restarts are empty each gets its own. Threads take whole ones; what does not come out even is
 /// shared within its products.
 void cpu_gram(const std::vector<GramBlock>& blocks, const OrthogonalizeOptions& options);
 

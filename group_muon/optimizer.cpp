@@ -29,9 +29,6 @@ OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
                 options.coefficients(), options.steps(), options.tail_steps(), result.method)
           : with_tail(triples(options.custom_coefficients()), options.tail_steps());
   result.restarts = options.restarts();
-  if (may_be_gram(result.method) && result.restarts.empty()) {
-    result.restarts = gram_restarts(result.coefficients);
-  }
   result.precision = parse_precision(options.precision());
   result.eps = options.eps();
   result.relative_eps = options.relative_eps();

@@ -48,7 +48,7 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   TORCH_ARG(int64_t, steps) = 5;
   /// Further steps that converge to the exact polar factor.
   TORCH_ARG(int64_t, tail_steps) = 0;
-  /// gram: steps after which to start anew; empty: chosen from the coefficients.
+  /// Gram methods: steps after which to start anew; empty: chosen, block by block.
   TORCH_ARG(std::vector<int64_t>, restarts);
   /// bfloat16, float32, float64.
   TORCH_ARG(std::string, precision) = "bfloat16";

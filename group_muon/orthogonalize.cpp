@@ -90,7 +90,10 @@ Tensor gram_factor(
 }
 
 Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
-  auto bounds = options.restarts;
+  // In bf16 the small matrices lose what is small beside a large singular value; in time is a restart.
+  const int64_t count = x.scalar_type() == at::kBFloat16 ? 2 : 1;
+  auto bounds =
+      options.restarts.empty() ? gram_restarts(options.coefficients, count) : options.restarts;
   bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
   auto begin = options.coefficients.begin();
   const bool wide = options.method == Method::kAccurateGram && x.scalar_type() == at::kBFloat16;
@@ -170,44 +173,50 @@ std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int6
   return coefficients;
 }
 
-std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients) {
-  // The accumulated factor Q has eigenvalues q(x), x the singular values of X in [0, 1]. Follow a
-  // grid of them through all steps and take the restart with the smallest max q / min q.
+std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, int64_t count) {
+  // The factor Q accumulated from one start to the next has eigenvalues q(x), x the singular values of
+  // X in [0, 1]. Follow a grid of them through all steps: products[i][k] is that of the first k factors.
   constexpr int kGrid = 100;
   const size_t total = coefficients.size();
-  // before[r] and after[r]: extremes over the grid of the product of the factors up to, and from, r.
-  struct Extremes {
-    double smallest = std::numeric_limits<double>::infinity();
-    double largest = 0;
-    void include(double q) {
-      smallest = std::min(smallest, q);
-      largest = std::max(largest, q);
-    }
-    double condition() const { return largest / smallest; }
-  };
-  std::vector<Extremes> before(total + 1), after(total + 1);
-  std::vector<double> product(total + 1, 1);
+  std::vector<std::vector<double>> products;
   for (int i = 0; i < kGrid; ++i) {
     double x = std::pow(10, -4.0 * i / kGrid);
+    auto& product = products.emplace_back(total + 1, 1);
     for (size_t step = 0; step < total; ++step) {
       const auto& [a, b, c] = coefficients[step];
       const double factor = a + b * x * x + c * std::pow(x, 4);
       product[step + 1] = product[step] * std::abs(factor);
       x *= factor;
     }
-    for (size_t restart = 0; restart <= total; ++restart) {
-      before[restart].include(product[restart]);
-      after[restart].include(product[total] / product[restart]);
+  }
+  const auto condition = [&](size_t begin, size_t end) {
+    double smallest = std::numeric_limits<double>::infinity(), largest = 0;
+    for (const auto& product : products) {
+      smallest = std::min(smallest, product[end] / product[begin]);
+      largest = std::max(largest, product[end] / product[begin]);
     }
-  }
-  size_t best = 0;  // no restart
-  const auto condition = [&](size_t restart) {
-    return std::max(before[restart].condition(), after[restart].condition());
+    return largest / smallest;
   };
-  for (size_t restart = 1; restart < total; ++restart) {
-    if (condition(restart) < condition(best)) best = restart;
+  // For the first k steps: the restarts with the smallest worst condition, and that.
+  struct Choice {
+    double worst = 0;
+    std::vector<int64_t> restarts = {};
+  };
+  std::vector<Choice> choices(total + 1);
+  for (size_t end = 1; end <= total; ++end) choices[end].worst = condition(0, end);
+  for (; count > 0; --count) {
+    auto better = choices;
+    for (size_t begin = 1; begin < total; ++begin) {
+      for (size_t end = begin + 1; end <= total; ++end) {
+        const double worst = std::max(choices[begin].worst, condition(begin, end));
+        if (worst >= better[end].worst) continue;
+        better[end] = {worst, choices[begin].restarts};
+        better[end].restarts.push_back(static_cast<int64_t>(begin));
+      }
+    }
+    choices = std::move(better);
   }
-  return best == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{static_cast<int64_t>(best)};
+  return choices[total].restarts;
 }
 
 double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side) {

@@ -41,14 +41,16 @@ std::vector<Coefficients> coefficient_list(
 /// The list, then `tail_steps` of the converging step.
 std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
 
-/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: at most one, where
-/// the factor it accumulates stays best conditioned.
-std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients);
+/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: at most `count`, where
+/// the factors it accumulates stay best conditioned.
+std::vector<int64_t> gram_restarts(
+    const std::vector<Coefficients>& coefficients, int64_t count = 1);
 
 struct OrthogonalizeOptions {
   Method method = Method::kNewtonSchulz;
   std::vector<Coefficients> coefficients = coefficient_list("quintic", 5, 0, Method::kNewtonSchulz);
-  std::vector<int64_t> restarts = {};  // Gram methods: start anew after so many steps
+  std::vector<int64_t> restarts =
+      {};  // Gram methods: start anew after so many steps; empty: chosen
   c10::ScalarType precision = c10::kBFloat16;
   double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
   bool relative_eps = true;   // relative keeps scale invariance for tiny blocks

@@ -113,7 +113,7 @@ class GroupMuon(torch.optim.Optimizer):
         coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
         steps: iterations, for named coefficients.
         tail_steps: further iterations that converge to the exact polar factor.
-        restarts: for Gram methods, steps after which to start anew; empty: chosen by conditioning.
+        restarts: for Gram methods, steps after which to start anew; empty: chosen, block by block.
         precision: "bfloat16", "float32" or "float64".
         eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
         rank_tolerance: for "exact", the fraction of the largest singular value that counts as 0.

@@ -19,6 +19,7 @@ namespace {
 
 using group_muon::MatrixView;
 using group_muon::Product;
+using group_muon::readable;
 
 // Queries of a tile. Small ones waste less above the diagonal, large ones share more work over keys.
 int64_t tile_rows(int64_t tokens) { return tokens <= 256 ? 32 : 64; }
@@ -26,7 +27,7 @@ int64_t tile_rows(int64_t tokens) { return tokens <= 256 ? 32 : 64; }
 template <typename T>
 constexpr bool kHasProducts = !std::is_same_v<T, double>;
 
-// In this thread; in fp64 by the definition, for checks only.
+// In this thread; in fp64 by the definition, for checks only, and as far as it is used here.
 template <typename In, typename Out>
 void product(const Product<In, Out>& p) {
   if constexpr (kHasProducts<In>) {
@@ -131,11 +132,6 @@ MatrixView<T> head_view(
 template <typename T>
 MatrixView<T> rows_of(const MatrixView<T>& view, int64_t first, int64_t rows) {
   return {view.data + first * view.stride, rows, view.cols, view.stride};
-}
-
-template <typename T>
-MatrixView<const T> readable(const MatrixView<T>& view) {
-  return {view.data, view.rows, view.cols, view.stride};
 }
 
 // Where in a row the kv head's keys and values are, counted in heads.

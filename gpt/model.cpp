@@ -174,6 +174,7 @@ Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
 }
 
 double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double share) {
+  TORCH_CHECK_VALUE(share != 0, "the share of a loss should not be 0");
   if (kernels_ == Kernels::kNative) return native().run(tokens, targets, share);
   const auto timed = Timed(*profile_, Part::kModel);
   const Tensor mean = loss(tokens, targets);
@@ -189,7 +190,7 @@ double Model::evaluate(const Tensor& tokens, const Tensor& targets) {
 }
 
 NativeStep& Model::native() {
-  auto& step = precision_ == at::kBFloat16 ? native_bf16_ : native_fp32_;
+  auto& step = native_[precision_];
   if (step == nullptr) step = make_native_step(shape_, weights_, precision_, *profile_);
   return *step;
 }

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -79,7 +80,9 @@ class Model : public torch::nn::Module {
   /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens], in fp32, with libtorch.
   torch::Tensor loss(const torch::Tensor& tokens, const torch::Tensor& targets);
 
-  /// The same, and its gradients, times `share`, are added to those of the weights; by the kernels set.
+  /// The same, and its gradients, times `share` (not 0), are added to those of the weights; by the
+  /// kernels set. Native ones keep bf16 copies of weights, and make them anew when a weight's version
+  /// was raised, as every in-place operation does; what writes past autograd (`data()`) does not.
   double add_gradients(const torch::Tensor& tokens, const torch::Tensor& targets, double share);
 
   /// The same without gradients.
@@ -105,7 +108,7 @@ class Model : public torch::nn::Module {
   Kernels kernels_ = Kernels::kPortable;
   Weights weights_;
   std::unique_ptr<Profile> profile_;
-  std::unique_ptr<NativeStep> native_bf16_, native_fp32_;
+  std::map<torch::ScalarType, std::unique_ptr<NativeStep>> native_;  // by precision
 };
 
 }  // namespace gpt

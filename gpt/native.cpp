@@ -15,6 +15,7 @@ namespace {
 
 using group_muon::MatrixView;
 using group_muon::Product;
+using group_muon::readable;
 using torch::Tensor;
 
 // Logits of so many bytes are held at a time.
@@ -63,24 +64,48 @@ class NativeStepOf : public NativeStep {
 
   double run(const Tensor& tokens, const Tensor& targets, double share) override {
     const torch::NoGradGuard no_grad;
+    check_ids(tokens, "tokens");
+    check_ids(targets, "targets");
+    TORCH_CHECK_VALUE(
+        tokens.sizes() == targets.sizes(),
+        "there should be a target for every token, but tokens are ", tokens.sizes(),
+        " and targets ", targets.sizes());
     const Tensor in = tokens.contiguous(), wanted = targets.contiguous();
     prepare(in.size(0), in.size(1), share != 0);
     forward(in.const_data_ptr<int64_t>(), share != 0);
     const double mean = loss(wanted.const_data_ptr<int64_t>(), share);
-    if (share != 0) backward(in.const_data_ptr<int64_t>());
+    if (share != 0) {
+      backward(in.const_data_ptr<int64_t>());
+      publish_gradients();
+    }
     return mean;
   }
 
  private:
+  void check_ids(const Tensor& ids, const char* name) const {
+    TORCH_CHECK_VALUE(
+        ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.is_cpu() && ids.numel() > 0, name,
+        " should be a matrix of int64 on the CPU, not ", ids.sizes(), " of ", ids.scalar_type());
+    TORCH_CHECK_VALUE(
+        ids.size(1) <= shape_.context, name, " of ", ids.size(1), " a row exceed the context of ",
+        shape_.context);
+    const auto [least, most] = at::aminmax(ids);
+    TORCH_CHECK_VALUE(
+        least.item<int64_t>() >= 0 && most.item<int64_t>() < shape_.vocabulary, name,
+        " should be from 0 to ", shape_.vocabulary - 1, ", but go from ", least.item<int64_t>(),
+        " to ", most.item<int64_t>());
+  }
+
   // A weight, its copy in the precision of products, and its gradient while that is computed.
   struct Copy {
-    Tensor master;
+    Tensor master = {};
     Tensor copy = {};
     uint32_t version = 0;
-    bool add = false;  // the gradient has something in it already
+    Tensor gradient = {};  // the weight's own, or a new one that it gets in the end; none if frozen
+    bool add = false;      // there is something in it already
 
     MatrixView<const T> view() const { return matrix<const T>(copy, copy.size(0), copy.size(1)); }
-    MatrixView<S> grad() const { return matrix<S>(master.grad(), master.size(0), master.size(1)); }
+    MatrixView<S> grad() const { return matrix<S>(gradient, master.size(0), master.size(1)); }
   };
 
   // What the backward pass needs of a layer.
@@ -119,9 +144,26 @@ class NativeStepOf : public NativeStep {
         copy.copy = master.detach().to(kType<T>);
       }
     }
-    if (!with_gradients) return;
+    copy.gradient = Tensor();
+    if (!with_gradients || !master.requires_grad()) return;
     copy.add = master.grad().defined();
-    if (!copy.add) copy.master.mutable_grad() = at::empty_like(master.detach());
+    copy.gradient = copy.add ? master.grad() : at::empty_like(master.detach());
+    TORCH_CHECK_VALUE(
+        copy.gradient.is_contiguous() && copy.gradient.scalar_type() == kType<S>,
+        "native kernels need contiguous gradients in ", kType<S>);
+  }
+
+  void publish_gradients() {
+    const auto publish = [](Copy& weight) {
+      if (weight.gradient.defined()) weight.master.mutable_grad() = weight.gradient;
+    };
+    publish(embedding_);
+    for (auto& layer : layers_) {
+      for (auto* weight :
+           {&layer.qkv_weight, &layer.out_weight, &layer.up_weight, &layer.down_weight}) {
+        publish(*weight);
+      }
+    }
   }
 
   // A buffer with room for rows × cols, kept for the next batch.
@@ -138,10 +180,6 @@ class NativeStepOf : public NativeStep {
 
   // Activations of a layer; without gradients all layers share the first one's.
   Layer& saved(int64_t layer, bool with_gradients) { return layers_[with_gradients ? layer : 0]; }
-
-  static MatrixView<const T> readable(const MatrixView<T>& view) {
-    return {view.data, view.rows, view.cols, view.stride};
-  }
 
   // out = alpha·X·Wᵀ, or added to it.
   template <typename Out>
@@ -173,9 +211,9 @@ class NativeStepOf : public NativeStep {
   }
 
   // By W, added to the weight's.
-
   void weight_backward(
       const MatrixView<const T>& y_grad, const MatrixView<const T>& x, Copy& weight) {
+    if (!weight.gradient.defined()) return;
     const auto timed = Timed(profile_, Part::kMatmul);
     for (int64_t k = 0; k < x.rows; k += kLongestDepth) {
       const int64_t depth = std::min(kLongestDepth, x.rows - k);
@@ -317,6 +355,7 @@ class NativeStepOf : public NativeStep {
           readable(qkv_grad), matrix<const T>(layer.normal1, rows_, width), layer.qkv_weight);
       normalize_backward(layer.normal1, layer.inverse1, narrow_grad.data, false, S{1});
     }
+    if (!embedding_.gradient.defined()) return;
     const auto timed = Timed(profile_, Part::kLoss);
     embed_backward(stream_grad_.const_data_ptr<S>(), tokens, embedding_.grad().data, rows_, width);
   }
@@ -341,6 +380,7 @@ bool has_native_kernels() { return group_muon::has_products(); }
 std::unique_ptr<NativeStep> make_native_step(
     const ModelShape& shape, const Weights& weights, torch::ScalarType precision,
     Profile& profile) {
+  TORCH_CHECK(has_native_kernels(), "native kernels need a CPU with AVX512-BF16");
   switch (precision) {
     case at::kBFloat16:
       return std::make_unique<NativeStepOf<c10::BFloat16>>(shape, weights, profile);

@@ -71,8 +71,8 @@ class BlockIteration {
             .transpose_b = !tall});
   }
 
-  // One restart is enough in bf16 unless some direction of X has much of the norm: what is small beside
-  // it drowns in the rounding of R and grows from step to step (‖R‖ is the root of the sum of σ⁴).
+  // If some direction of X has much of the norm, what is small beside it drowns in the rounding of R and
+  // grows from step to step: such blocks start anew more often. ‖R‖ is the root of the sum of σ⁴.
   std::vector<int64_t> chosen_restarts(const OrthogonalizeOptions& options) const {
     constexpr float kDominated = 0.4F;
     float squares = 0;
@@ -80,8 +80,8 @@ class BlockIteration {
       const auto entry = static_cast<float>(r_.data[i]);
       squares += entry * entry;
     }
-    const bool even = std::is_same_v<Small, BFloat16> && squares < kDominated * kDominated;
-    return gram_restarts(options.coefficients, even ? 1 : 2);
+    const bool spread = std::is_same_v<Small, BFloat16> && squares < kDominated * kDominated;
+    return gram_restarts(options.coefficients, spread ? kLooseCondition : kTightCondition);
   }
 
   // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from this R.

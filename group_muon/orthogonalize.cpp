@@ -15,6 +15,8 @@ namespace {
 using at::Tensor;
 
 constexpr Coefficients kConvergingTail{2.0, -1.5, 0.5};
+// However well conditioned: without X, errors of the small matrices are not noticed.
+constexpr size_t kLongestPhase = 3;
 constexpr double kPolarExpressMargin = 1.01;
 constexpr double kPolarExpressGramMargin = 1.05;
 
@@ -90,10 +92,9 @@ Tensor gram_factor(
 }
 
 Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
-  // In bf16 the small matrices lose what is small beside a large singular value; in time is a restart.
-  const int64_t count = x.scalar_type() == at::kBFloat16 ? 2 : 1;
+  const double limit = x.scalar_type() == at::kBFloat16 ? kTightCondition : kLooseCondition;
   auto bounds =
-      options.restarts.empty() ? gram_restarts(options.coefficients, count) : options.restarts;
+      options.restarts.empty() ? gram_restarts(options.coefficients, limit) : options.restarts;
   bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
   auto begin = options.coefficients.begin();
   const bool wide = options.method == Method::kAccurateGram && x.scalar_type() == at::kBFloat16;
@@ -173,7 +174,7 @@ std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int6
   return coefficients;
 }
 
-std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, int64_t count) {
+std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit) {
   // The factor Q accumulated from one start to the next has eigenvalues q(x), x the singular values of
   // X in [0, 1]. Follow a grid of them through all steps: products[i][k] is that of the first k factors.
   constexpr int kGrid = 100;
@@ -190,6 +191,7 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
     }
   }
   const auto condition = [&](size_t begin, size_t end) {
+    if (end - begin > kLongestPhase) return std::numeric_limits<double>::infinity();
     double smallest = std::numeric_limits<double>::infinity(), largest = 0;
     for (const auto& product : products) {
       smallest = std::min(smallest, product[end] / product[begin]);
@@ -204,7 +206,8 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
   };
   std::vector<Choice> choices(total + 1);
   for (size_t end = 1; end <= total; ++end) choices[end].worst = condition(0, end);
-  for (; count > 0; --count) {
+  // Allow one restart more, until that is enough or does not help.
+  for (size_t count = 1; count < total && choices[total].worst > limit; ++count) {
     auto better = choices;
     for (size_t begin = 1; begin < total; ++begin) {
       for (size_t end = begin + 1; end <= total; ++end) {
@@ -214,6 +217,7 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
         better[end].restarts.push_back(static_cast<int64_t>(begin));
       }
     }
+    if (better[total].worst == choices[total].worst && std::isfinite(better[total].worst)) break;
     choices = std::move(better);
   }
   return choices[total].restarts;

@@ -41,10 +41,13 @@ std::vector<Coefficients> coefficient_list(
 /// The list, then `tail_steps` of the converging step.
 std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
 
-/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: at most `count`, where
-/// the factors it accumulates stay best conditioned.
-std::vector<int64_t> gram_restarts(
-    const std::vector<Coefficients>& coefficients, int64_t count = 1);
+/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: as few as keep the
+/// condition of the factors it accumulates below `limit`, or as low as it can be.
+std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit);
+
+/// Conditions that bf16 bears: of blocks whose norm is spread over directions, and of any block.
+constexpr double kLooseCondition = 60;
+constexpr double kTightCondition = 20;
 
 struct OrthogonalizeOptions {
   Method method = Method::kNewtonSchulz;

@@ -32,7 +32,8 @@ __m512 lerp(__m512 from, __m512 to, __m512 weight) {
   return _mm512_fmadd_ps(_mm512_sub_ps(to, from), weight, from);
 }
 
-// One row; returns the sum of squares. In fp64, so that no norm of fp32 numbers is out of its range.
+// One row; returns the sum of squares. In fp64, which has room for the squares of all normal fp32 numbers (bf16 takes
+// smaller ones for 0).
 double momentum_row(
     int64_t cols, const MomentumRule& rule, const float* grad, float* momentum,
     c10::BFloat16* block) {

@@ -139,11 +139,18 @@ struct Left {
   int64_t step = 0;       // from entry to entry
   int64_t tile_step = 0;  // from tile to tile
   int64_t first_row = 0;  // that is at `data`
+  bool packed = false;    // entries are whole; in place, the last may stop in the middle
 };
 
 template <typename In>
 Left<In> left_in_place(const MatrixView<const In>& a) {
-  return {a.data, a.rows, a.cols, a.stride, kDepth<In>, kTileRows * a.stride};
+  return {
+      .data = a.data,
+      .rows = a.rows,
+      .depth = a.cols,
+      .row_step = a.stride,
+      .step = kDepth<In>,
+      .tile_step = kTileRows * a.stride};
 }
 
 template <typename In>
@@ -169,8 +176,13 @@ void pack_left(const MatrixView<const In>& at, int64_t first, int64_t last, Entr
 template <typename In>
 Left<In> left_packed(const MatrixView<const In>& at, const Entry* packed) {
   return {
-      reinterpret_cast<const In*>(packed),  at.cols, at.rows, kDepth<In>, kTileRows * kDepth<In>,
-      packed_tile<In>(at.rows) * kDepth<In>};
+      .data = reinterpret_cast<const In*>(packed),
+      .rows = at.cols,
+      .depth = at.rows,
+      .row_step = kDepth<In>,
+      .step = kTileRows * kDepth<In>,
+      .tile_step = packed_tile<In>(at.rows) * kDepth<In>,
+      .packed = true};
 }
 
 int64_t tile_pairs(int64_t rows) { return (rows + 2 * kTileRows - 1) / (2 * kTileRows); }
@@ -223,9 +235,7 @@ void compute_tile(
         sums[i][v] = multiply_add<In>(sums[i][v], left, parts[v]);
     }
   };
-  // Packed entries are whole; in place, the last may stop in the middle.
-  const bool packed = a.row_step == kDepth<In>;
-  const int64_t whole = packed ? entries<In>(a.depth) : a.depth / kDepth<In>;
+  const int64_t whole = a.packed ? entries<In>(a.depth) : a.depth / kDepth<In>;
   for (int64_t k = 0; k < whole; ++k) {
     add(panel + k * kPanel,
         [&](int64_t i) { return entry_at(rows + i * a.row_step + k * a.step); });
@@ -390,6 +400,42 @@ Left<In> prepare_left(const Product<In, Out>& product, Pack&& pack) {
 const auto run_here = [](int64_t count, auto&& work) { work(0, count); };
 const auto run_shared = [](int64_t count, auto&& work) { at::parallel_for(0, count, 1, work); };
 
+template <typename In, typename Out>
+bool is_empty(const Product<In, Out>& product) {
+  return product.out.rows == 0 || product.out.cols == 0;
+}
+
+// A is given transposed: each thread packs strips of it that stay in its cache, B is packed once.
+template <typename In, typename Out>
+void multiply_strips(const Product<In, Out>& product) {
+  constexpr int64_t kStripEntries = 1 << 17;
+  const int64_t rows = product.out.rows, panels = num_panels(product.out.cols);
+  const int64_t depth = entries<In>(product.a.rows), panel_size = depth * kPanel;
+  Entry* right = panel_memory(panels * panel_size);
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) pack_right(product, i, right + i * panel_size);
+  });
+  // In pairs of tiles, as A is packed; small enough that every thread gets some.
+  const int64_t pairs = tile_pairs(rows), tile = packed_tile<In>(product.a.rows);
+  const int64_t strip = std::clamp<int64_t>(
+      std::min(kStripEntries / (2 * tile + 1), pairs / (4 * int64_t{at::get_num_threads()})), 1,
+      pairs);
+  at::parallel_for(0, (pairs + strip - 1) / strip, 1, [&](int64_t begin, int64_t end) {
+    Entry* left = left_memory(2 * strip * tile);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i * strip, last = std::min(first + strip, pairs);
+      pack_left(product.a, first, last, left);
+      Left<In> a = left_packed(product.a, left);
+      a.first_row = 2 * kTileRows * first;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        compute_packed(
+            product, a, a.first_row, std::min(2 * kTileRows * last, rows), panel,
+            right + panel * panel_size);
+      }
+    }
+  });
+}
+
 }  // namespace
 
 template <typename In, typename Out>
@@ -408,38 +454,9 @@ void multiply_symmetric(const Product<In, Out>& product) {
   }
 }
 
-// A is given transposed: each thread packs strips of it that stay in its cache, B is packed once.
-template <typename In, typename Out>
-void multiply_strips(const Product<In, Out>& product) {
-  constexpr int64_t kStripEntries = 1 << 17;
-  const int64_t rows = product.out.rows, panels = num_panels(product.out.cols);
-  const int64_t depth = entries<In>(product.a.rows), panel_size = depth * kPanel;
-  Entry* right = panel_memory(panels * panel_size);
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) pack_right(product, i, right + i * panel_size);
-  });
-  // In pairs of tiles, as A is packed; small enough that every thread gets some.
-  const int64_t pairs = tile_pairs(rows), tile = packed_tile<In>(product.a.rows);
-  const int64_t strip = std::clamp<int64_t>(
-      std::min(kStripEntries / (2 * tile), pairs / (4 * int64_t{at::get_num_threads()})), 1, pairs);
-  at::parallel_for(0, (pairs + strip - 1) / strip, 1, [&](int64_t begin, int64_t end) {
-    Entry* left = left_memory(2 * strip * tile);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i * strip, last = std::min(first + strip, pairs);
-      pack_left(product.a, first, last, left);
-      Left<In> a = left_packed(product.a, left);
-      a.first_row = 2 * kTileRows * first;
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        compute_packed(
-            product, a, a.first_row, std::min(2 * kTileRows * last, rows), panel,
-            right + panel * panel_size);
-      }
-    }
-  });
-}
-
 template <typename In, typename Out>
 void multiply_shared(const Product<In, Out>& product) {
+  if (is_empty(product)) return;
   if (product.transpose_a) return multiply_strips(product);
   const Left<In> a = left_in_place(product.a);
   const int64_t panels = num_panels(product.out.cols), rows = product.out.rows;
@@ -472,13 +489,21 @@ GROUP_MUON_AVX512_END
 #else
 
 template <typename In, typename Out>
-void multiply(const Product<In, Out>&) {}
+void multiply(const Product<In, Out>&) {
+  TORCH_CHECK(false, "group_muon: this CPU has no products of its own");
+}
 template <typename In, typename Out>
-void multiply_symmetric(const Product<In, Out>&) {}
+void multiply_symmetric(const Product<In, Out>& product) {
+  multiply(product);
+}
 template <typename In, typename Out>
-void multiply_shared(const Product<In, Out>&) {}
+void multiply_shared(const Product<In, Out>& product) {
+  multiply(product);
+}
 template <typename In, typename Out>
-void multiply_symmetric_shared(const Product<In, Out>&) {}
+void multiply_symmetric_shared(const Product<In, Out>& product) {
+  multiply(product);
+}
 
 #endif
 

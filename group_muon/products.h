@@ -20,6 +20,11 @@ struct MatrixView {
   int64_t stride = 0;
 };
 
+template <typename T>
+MatrixView<const T> readable(const MatrixView<T>& view) {
+  return {view.data, view.rows, view.cols, view.stride};
+}
+
 /// out = alpha·A·B + beta·D, where A and B may be given by their transposes. D lies as `out` does and
 /// may be `out`, or nothing. In and Out are bf16 or float (not float → bf16).
 template <typename In, typename Out>

@@ -317,7 +317,6 @@ void step_on_cpu(
     update_pass(
         map, static_cast<float>(decay), static_cast<float>(weight.lr * slot.scale), out + place,
         weight.value.data_ptr<float>());
-    weight.value.unsafeGetTensorImpl()->bump_version();  // autograd should know
   });
 }
 
@@ -325,7 +324,13 @@ void step(const std::vector<Weight>& weights, const StepOptions& options) {
   const at::NoGradGuard no_grad;
   std::vector<Weight> others;
   for (const auto& weight : weights) {
-    if (!can_use_cpu_kernels(weight, options)) others.push_back(weight);
+    if (!can_use_cpu_kernels(weight, options)) {
+      others.push_back(weight);
+      continue;
+    }
+    // Kernels write past autograd, which should know.
+    weight.value.unsafeGetTensorImpl()->bump_version();
+    weight.momentum.unsafeGetTensorImpl()->bump_version();
   }
   accumulate_momentum(others, options);
   for (const auto& weight : others) {

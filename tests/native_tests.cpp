@@ -361,6 +361,45 @@ TEST_F(NativeTest, ShorterAndLongerBatchesFollowEachOther) {
   }
 }
 
+TEST_F(NativeTest, BadInputIsRefusedAndLeavesNoGradients) {
+  const auto& shape = kShapes[1];
+  Model model(shape, torch::kBFloat16, 1);
+  model.set_kernels(Kernels::kNative);
+  const Tensor good = torch::zeros({2, shape.context}, torch::kLong);
+  const auto refused = [&](const Tensor& tokens, const Tensor& targets, const char* words) {
+    EXPECT_ERROR_SAYS(model.add_gradients(tokens, targets, 1), words);
+    EXPECT_ERROR_SAYS(model.evaluate(tokens, targets), words);
+    for (const auto& weight : model.parameters()) EXPECT_FALSE(weight.grad().defined());
+  };
+  refused(good + shape.vocabulary, good, "tokens should be from 0 to 63, but go from 64 to 64");
+  refused(good, good - 100, "targets should be from 0 to 63");
+  refused(good, good.narrow(0, 0, 1), "a target for every token");
+  refused(good.to(torch::kInt), good, "matrix of int64");
+  refused(good.narrow(0, 0, 0), good.narrow(0, 0, 0), "matrix of int64");
+  refused(good.repeat({1, 2}), good.repeat({1, 2}), "exceed the context of 16");
+  EXPECT_ERROR_SAYS(model.add_gradients(good, good, 0), "should not be 0");
+}
+
+TEST_F(NativeTest, FrozenWeightsGetNoGradient) {
+  const auto& shape = kShapes[1];
+  Model model(shape, torch::kFloat, 1);
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
+  const auto all = gradients(model, tokens, Kernels::kNative);
+  auto weights = model.parameters();
+  for (const size_t frozen : {size_t{0}, size_t{3}}) {
+    for (auto& weight : weights) weight.mutable_grad() = Tensor();
+    weights[frozen].set_requires_grad(false);
+    model.add_gradients(tokens.narrow(1, 0, shape.context), tokens.narrow(1, 1, shape.context), 1);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      EXPECT_EQ(weights[i].grad().defined(), i != frozen);
+      if (i != frozen) {
+        EXPECT_TRUE(weights[i].grad().equal(all.grads[i]));
+      }
+    }
+    weights[frozen].set_requires_grad(true);
+  }
+}
+
 TEST(KernelsNames, AreParsed) {
   EXPECT_EQ(parse_kernels("portable", torch::kCPU), Kernels::kPortable);
   EXPECT_EQ(parse_kernels("auto", torch::kCUDA), Kernels::kPortable);

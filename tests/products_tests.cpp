@@ -153,19 +153,39 @@ TEST_F(ProductsTest, RowsMayLieApartAndNothingBesideThemIsWritten) {
   EXPECT_EQ(around.slice(1, 28, 64).abs().sum().item<double>(), 0);
 }
 
+TEST_F(ProductsTest, NothingTimesSomethingIsNothing) {
+  for (const auto [m, k, n] :
+       std::vector<std::array<int64_t, 3>>{{0, 3, 4}, {3, 0, 4}, {3, 4, 0}, {0, 0, 0}}) {
+    for (const bool transpose : {false, true}) {
+      const Tensor a = torch::ones(transpose ? std::vector{k, m} : std::vector{m, k});
+      const Tensor b = torch::ones({k, n}), out = torch::full({m, n}, 7.0F);
+      run_both(
+          Product<float, float>{
+              .a = view<const float>(a),
+              .b = view<const float>(b),
+              .out = view<float>(out),
+              .transpose_a = transpose},
+          false, out);
+      EXPECT_TRUE(out.equal(torch::zeros({m, n})));
+    }
+  }
+}
+
 TEST_F(ProductsTest, ZeroTimesNanBeyondTheEdgeDoesNotCount) {
   // An odd inner size leaves half of the last pair empty, whatever lies behind it in memory.
-  const Tensor around = torch::full({9, 8}, std::nan(""), torch::kBFloat16);
-  const Tensor a = around.slice(1, 0, 5);
-  a.fill_(1);
-  const Tensor out = torch::empty({9, 9});
-  multiply(
-      Product<c10::BFloat16, float>{
-          .a = view<const c10::BFloat16>(a),
-          .b = view<const c10::BFloat16>(a),
-          .out = view<float>(out),
-          .transpose_b = true});
-  EXPECT_TRUE(out.equal(torch::full({9, 9}, 5.0)));
+  for (const auto& [stride, inner] : std::vector<std::pair<int64_t, int64_t>>{{8, 5}, {2, 1}}) {
+    const Tensor around = torch::full({9, stride}, std::nan(""), torch::kBFloat16);
+    const Tensor a = around.slice(1, 0, inner);
+    a.fill_(1);
+    const Tensor out = torch::empty({9, 9});
+    multiply(
+        Product<c10::BFloat16, float>{
+            .a = view<const c10::BFloat16>(a),
+            .b = view<const c10::BFloat16>(a),
+            .out = view<float>(out),
+            .transpose_b = true});
+    EXPECT_TRUE(out.equal(torch::full({9, 9}, static_cast<double>(inner), torch::kFloat)));
+  }
 }
 
 }  // namespace

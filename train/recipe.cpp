@@ -4,6 +4,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "group_muon/cpu_gram.h"
+
 namespace train {
 namespace {
 
@@ -142,6 +144,14 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
             .v = group_muon::parse_schedule(config.v_group),
             .share_qk = config.share_qk})}};
   return options;
+}
+
+std::string resolved_method(const Config& config) {
+  if (config.method != "auto") return config.method;
+  group_muon::OrthogonalizeOptions options;
+  options.method = group_muon::Method::kAuto;
+  options.precision = group_muon::parse_precision(config.muon_precision);
+  return config.device == "cpu" && group_muon::can_use_cpu_gram(options) ? "gram" : "newton_schulz";
 }
 
 double lr_factor(const Config& config, int64_t step) {

@@ -113,7 +113,7 @@ torch::Device device_of(const Config& config) {
   return device;
 }
 
-// Sizes that depend on the data or on other sizes.
+// What depends on the data, on other options or on the machine; a run keeps to it wherever it goes on.
 Config resolved(Config config) {
   check(config);
   TORCH_CHECK_VALUE(
@@ -129,6 +129,9 @@ Config resolved(Config config) {
   if (config.micro_batch == 0) {
     config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
   }
+  const bool native = gpt::parse_kernels(config.kernels, config.device) == gpt::Kernels::kNative;
+  config.kernels = native ? "native" : "portable";
+  if (config.method == "auto") config.method = resolved_method(config);
   if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
   return config;
 }
@@ -484,7 +487,11 @@ Run open_run(const std::string& path, const Settings& settings) {
   const auto place = locate(path);
   Run run;
   run.lock = std::make_shared<FolderLock>(place.run);
-  Config saved = configure(read_settings(place.run + "/config.toml"));
+  // Runs of before there was a choice.
+  Settings written = {{"kernels", "portable"}};
+  const Settings saved_settings = read_settings(place.run + "/config.toml");
+  written.insert(written.end(), saved_settings.begin(), saved_settings.end());
+  Config saved = configure(written);
   saved.out = place.run;  // it may have been moved
   run.config = resolved(configure(settings, saved));
   if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {

@@ -269,7 +269,7 @@ TEST_F(OrthogonalizeTest, GramRestartsBeforeItsFactorIsIllConditioned) {
   EXPECT_EQ(restarts("polar_express", 5, kLooseCondition), (Steps{1, 2}));
   EXPECT_TRUE(restarts("quintic", 1, kTightCondition).empty());
   EXPECT_EQ(restarts("quintic", 5, 1e9).size(), 1);  // no phase is longer than three steps
-  EXPECT_EQ(restarts("quintic", 5, 1).size(), 4);  // it cannot be met: after every step
+  EXPECT_EQ(restarts("quintic", 5, 1).size(), 4);    // it cannot be met: after every step
   EXPECT_GE(restarts("quintic", 5, kLooseCondition, 20).size(), 3);
 }
 

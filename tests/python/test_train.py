@@ -213,6 +213,21 @@ class TestParity:
 
 
 class TestWhatAPersonSees:
+    @pytest.mark.parametrize("kernels", ["portable", "auto"])
+    def test_a_profile_accounts_for_all_of_the_time(self, tmp_path, data, kernels):
+        words = arguments(data, tmp_path / "run", steps=20, kernels=kernels)
+        out = program("train", *words, "--profile").stdout
+        shares = {
+            m[1].strip(): float(m[2]) for m in re.finditer(r"^(.*?) +[\d.]+ +([\d.]+)%$", out, re.M)
+        }
+        assert shares.pop("a step") == 100
+        assert sum(shares.values()) == pytest.approx(100, abs=0.5)
+        used = re.search(r'kernels = "(\w+)"', (tmp_path / "run/config.toml").read_text())[1]
+        assert used in ("native", "portable")  # what it came to, not what was asked
+        parts = {"matmul", "attention", "normalisation", "activation"}
+        assert parts <= set(shares) if used == "native" else "model" in shares
+        assert {"optimizer", "data"} <= set(shares)
+
     def test_plain_lines_in_a_log(self, tmp_path, data):
         done = train(data, tmp_path / "run", log_interval=6)
         assert "\r" not in done.stdout + done.stderr
@@ -354,6 +369,19 @@ class TestWhatAPersonSees:
 
 
 class TestResume:
+    def test_a_run_of_before_there_were_kernels_stays_portable(self, tmp_path, data):
+        whole = train(data, tmp_path / "whole", steps=20, kernels="portable")
+        assert whole.returncode == 0
+        train(data, tmp_path / "run", steps=20, kernels="portable", **{"checkpoint-interval": 10})
+        for name in checkpoints(tmp_path / "run"):
+            if name != "step-000010":
+                shutil.rmtree(tmp_path / "run/checkpoints" / name)
+        config = tmp_path / "run/config.toml"
+        lines = config.read_text().splitlines(keepends=True)
+        config.write_text("".join(line for line in lines if not line.startswith("kernels")))
+        program("train", "--resume", tmp_path / "run")
+        assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
     @pytest.mark.parametrize(("precision", "interval"), [("bf16", 7), ("fp32", 7), ("bf16", 60)])
     def test_after_kill_9_at_any_moment(self, tmp_path, data, precision, interval):
         options = {"precision": precision, "steps": 500, "checkpoint-interval": interval}

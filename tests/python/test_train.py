@@ -384,8 +384,10 @@ class TestResume:
 
     @pytest.mark.parametrize(("precision", "interval"), [("bf16", 7), ("fp32", 7), ("bf16", 60)])
     def test_after_kill_9_at_any_moment(self, tmp_path, data, precision, interval):
-        options = {"precision": precision, "steps": 500, "checkpoint-interval": interval}
+        options = {"precision": precision, "steps": 1500, "checkpoint-interval": interval}
+        start = time.monotonic()
         train(data, tmp_path / "whole", **options)
+        whole = time.monotonic() - start
         run = tmp_path / "cut"
         generator = numpy.random.default_rng(7)
         command = [PROGRAM, "train", *arguments(data, run, **options)]
@@ -396,7 +398,7 @@ class TestResume:
             ) as process:
                 try:
                     # Long enough to get on, short enough to be hit at any moment, a write too.
-                    process.wait(timeout=generator.uniform(0.5, 2))
+                    process.wait(timeout=whole * generator.uniform(0.3, 0.7))
                 except subprocess.TimeoutExpired:
                     process.kill()
             if process.returncode == 0:

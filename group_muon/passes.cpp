@@ -23,10 +23,6 @@ void for_rows(const RowMap& map, Work&& work) {
 #ifdef GROUP_MUON_AVX512
 GROUP_MUON_AVX512_BEGIN
 
-__mmask16 lanes_left(int64_t count) {
-  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1U << static_cast<unsigned>(count)) - 1);
-}
-
 // from + weight·(to - from)
 __m512 lerp(__m512 from, __m512 to, __m512 weight) {
   return _mm512_fmadd_ps(_mm512_sub_ps(to, from), weight, from);
@@ -40,15 +36,15 @@ double momentum_row(
   const __m512 mu = _mm512_set1_ps(rule.momentum), rest = _mm512_set1_ps(1 - rule.momentum);
   __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
   for (int64_t j = 0; j < cols; j += 16) {
-    const __mmask16 lanes = lanes_left(cols - j);
-    const __m512 g = _mm512_maskz_loadu_ps(lanes, grad + j);
-    __m512 m = _mm512_maskz_loadu_ps(lanes, momentum + j);
+    const __mmask16 lanes = first_lanes(cols - j);
+    const __m512 g = load(lanes, grad + j);
+    __m512 m = load(lanes, momentum + j);
     m = rule.average ? lerp(m, g, rest) : _mm512_fmadd_ps(m, mu, g);
-    _mm512_mask_storeu_ps(momentum + j, lanes, m);
+    store(lanes, momentum + j, m);
     const __m512 direction = !rule.nesterov ? m
                              : rule.average ? lerp(g, m, mu)
                                             : _mm512_fmadd_ps(m, mu, g);
-    _mm256_mask_storeu_epi16(block + j, lanes, (__m256i)_mm512_cvtneps_pbh(direction));
+    store(lanes, block + j, direction);
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(direction));
     const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(direction, 1));
     sums[0] = _mm512_fmadd_pd(low, low, sums[0]);
@@ -60,11 +56,10 @@ double momentum_row(
 void update_row(int64_t cols, float decay, float step, const c10::BFloat16* block, float* weight) {
   const __m512 keep = _mm512_set1_ps(decay), factor = _mm512_set1_ps(step);
   for (int64_t j = 0; j < cols; j += 16) {
-    const __mmask16 lanes = lanes_left(cols - j);
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, block + j));
-    const __m512 update = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    const __m512 kept = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, weight + j), keep);
-    _mm512_mask_storeu_ps(weight + j, lanes, _mm512_fnmadd_ps(update, factor, kept));
+    const __mmask16 lanes = first_lanes(cols - j);
+    const __m512 update = load(lanes, block + j);
+    const __m512 kept = _mm512_mul_ps(load(lanes, weight + j), keep);
+    store(lanes, weight + j, _mm512_fnmadd_ps(update, factor, kept));
   }
 }
 

@@ -66,13 +66,6 @@ void transpose(Vector (&rows)[16]) {
   }
 }
 
-__mmask16 first_lanes(int64_t count) {
-  return static_cast<__mmask16>(
-      count >= 16  ? 0xffff
-      : count <= 0 ? 0
-                   : (1U << static_cast<unsigned>(count)) - 1);
-}
-
 // Entries {M[k][j], M[k+1][j]} (or M[k][j] alone) of 16 columns from `at` on; zeros beyond the edges.
 Vector entries_of_columns(const MatrixView<const BFloat16>& m, int64_t k, int64_t at) {
   const __mmask16 lanes = first_lanes(m.cols - at);
@@ -186,16 +179,6 @@ Left<In> left_packed(const MatrixView<const In>& at, const Entry* packed) {
 }
 
 int64_t tile_pairs(int64_t rows) { return (rows + 2 * kTileRows - 1) / (2 * kTileRows); }
-
-__m512 load(__mmask16 lanes, const float* from) { return _mm512_maskz_loadu_ps(lanes, from); }
-__m512 load(__mmask16 lanes, const BFloat16* from) {
-  const Vector wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-void store(__mmask16 lanes, float* to, __m512 value) { _mm512_mask_storeu_ps(to, lanes, value); }
-void store(__mmask16 lanes, BFloat16* to, __m512 value) {
-  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(value));
-}
 
 template <typename In>
 __m512 multiply_add(__m512 sum, Entry a, Vector b) {

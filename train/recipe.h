@@ -21,7 +21,7 @@ std::vector<std::string> unused_groupings(const Config& config);
 /// linearly over the last `warmdown` steps.
 double lr_factor(const Config& config, int64_t step);
 
-/// What the method "auto" comes to on this machine.
+/// The method, and what "auto" comes to on this machine.
 std::string resolved_method(const Config& config);
 
 }  // namespace train

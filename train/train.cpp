@@ -131,7 +131,7 @@ Config resolved(Config config) {
   }
   const bool native = gpt::parse_kernels(config.kernels, config.device) == gpt::Kernels::kNative;
   config.kernels = native ? "native" : "portable";
-  if (config.method == "auto") config.method = resolved_method(config);
+  config.method = resolved_method(config);
   if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
   return config;
 }

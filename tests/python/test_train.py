@@ -368,6 +368,21 @@ class TestWhatAPersonSees:
         assert program("--version").stdout.startswith("group-muon 0.")
 
 
+class TestOtherCpus:
+    """Those without AVX512-BF16; torch's own variable makes any CPU one of them."""
+
+    def test_auto_falls_back_and_native_is_refused(self, tmp_path, data):
+        older = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+        program("train", *arguments(data, tmp_path / "run", steps=20), env=older)
+        config = (tmp_path / "run/config.toml").read_text()
+        assert 'kernels = "portable"' in config and 'method = "newton_schulz"' in config
+        assert values(tmp_path / "run", "loss")[-1] < values(tmp_path / "run", "loss")[0]
+        words = arguments(data, tmp_path / "other", steps=20, kernels="native")
+        refused = program("train", *words, check=False, env=older)
+        assert refused.returncode != 0 and "AVX512-BF16" in refused.stderr
+        assert not (tmp_path / "other").exists()
+
+
 class TestResume:
     def test_a_run_of_before_there_were_kernels_stays_portable(self, tmp_path, data):
         whole = train(data, tmp_path / "whole", steps=20, kernels="portable")

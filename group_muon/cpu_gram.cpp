@@ -14,6 +14,20 @@ namespace {
 using at::Tensor;
 using c10::BFloat16;
 
+// Beside a direction with much of the norm, what is small drowns in the rounding of R and grows from step
+// to step, so such blocks start anew more often. With R in fp32 that costs nothing, so all do.
+struct Restarts {
+  std::vector<int64_t> of_dominated;
+  std::vector<int64_t> of_others;
+};
+
+Restarts restarts_for(const OrthogonalizeOptions& options) {
+  if (!options.restarts.empty()) return {options.restarts, options.restarts};
+  const auto tight = gram_restarts(options.coefficients, kTightCondition);
+  if (options.method == Method::kAccurateGram) return {tight, tight};
+  return {tight, gram_restarts(options.coefficients, kLooseCondition)};
+}
+
 // One block's iteration. R, Z, Q and W are short × short, in type Small; X and Y as the block.
 template <typename Small>
 class BlockIteration {
@@ -32,11 +46,11 @@ class BlockIteration {
   }
 
   /// in → out; `in` is kept.
-  void run(const GramBlock& block, const OrthogonalizeOptions& options) {
+  void run(const GramBlock& block, const OrthogonalizeOptions& options, const Restarts& restarts) {
     MatrixView<const BFloat16> x = {block.in, block.rows, block.cols, block.cols};
     float scale = block.scale;
     gram(x, scale);
-    auto bounds = options.restarts.empty() ? chosen_restarts(options) : options.restarts;
+    auto bounds = is_dominated() ? restarts.of_dominated : restarts.of_others;
     bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
     // The last phase ends in `out`, the ones before alternate with it.
     BFloat16 *result = block.out, *other = y_;
@@ -71,17 +85,15 @@ class BlockIteration {
             .transpose_b = !tall});
   }
 
-  // If some direction of X has much of the norm, what is small beside it drowns in the rounding of R and
-  // grows from step to step: such blocks start anew more often. ‖R‖ is the root of the sum of σ⁴.
-  std::vector<int64_t> chosen_restarts(const OrthogonalizeOptions& options) const {
+  // Whether some direction of X has much of the norm. ‖R‖ is the root of the sum of σ⁴.
+  bool is_dominated() const {
     constexpr float kDominated = 0.4F;
     float squares = 0;
     for (int64_t i = 0; i < r_.rows * r_.cols; ++i) {
       const auto entry = static_cast<float>(r_.data[i]);
       squares += entry * entry;
     }
-    const bool spread = std::is_same_v<Small, BFloat16> && squares < kDominated * kDominated;
-    return gram_restarts(options.coefficients, spread ? kLooseCondition : kTightCondition);
+    return !(squares < kDominated * kDominated);
   }
 
   // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from this R.
@@ -149,17 +161,18 @@ class BlockIteration {
 
 template <typename Small>
 void run_blocks(const std::vector<GramBlock>& blocks, const OrthogonalizeOptions& options) {
+  const Restarts restarts = restarts_for(options);
   const auto count = static_cast<int64_t>(blocks.size());
   const int64_t rows = blocks[0].rows, cols = blocks[0].cols;
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const int64_t even = count / threads * threads;
   at::parallel_for(0, even, std::max<int64_t>(1, even / threads), [&](int64_t begin, int64_t end) {
     BlockIteration<Small> iteration(rows, cols, /*shared=*/false);
-    for (int64_t i = begin; i < end; ++i) iteration.run(blocks[i], options);
+    for (int64_t i = begin; i < end; ++i) iteration.run(blocks[i], options, restarts);
   });
   if (even < count) {
     BlockIteration<Small> iteration(rows, cols, /*shared=*/true);
-    for (int64_t i = even; i < count; ++i) iteration.run(blocks[i], options);
+    for (int64_t i = even; i < count; ++i) iteration.run(blocks[i], options, restarts);
   }
 }
 

@@ -5,20 +5,21 @@
 #include <c10/util/BFloat16.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "group_muon/orthogonalize.h"
 
 namespace group_muon {
 
-/// A contiguous block of any orientation. `scale` makes its Frobenius norm 1: it is multiplied in on
-/// the way, so that no pass over the block is needed for it.
+/// A block of any orientation. It is loaded, orthogonalized and stored while it is in cache.
 struct GramBlock {
-  const c10::BFloat16* in = nullptr;
-  c10::BFloat16* out = nullptr;
   int64_t rows = 0;
   int64_t cols = 0;
-  float scale = 1;
+  /// Writes the block to this memory, row after row. Returns a factor that makes its Frobenius norm 1: it
+  /// is multiplied in on the way, so that no pass over the block is needed for it.
+  std::function<float(c10::BFloat16*)> load;
+  std::function<void(const c10::BFloat16*)> store;
 };
 
 /// Whether such options take the path below, on the CPU.
@@ -28,8 +29,8 @@ bool can_use_cpu_gram(const OrthogonalizeOptions& options);
 constexpr double kSmallestNorm = 1e-12;
 constexpr double kLargestNorm = 1e12;
 
-/// The blocks are of one oriented shape. Where options.restarts are empty each gets its own. Threads take whole ones; what does not come out even is
-/// shared within its products.
+/// The blocks are of one shape, in any orientation. Where options.restarts are empty each gets its own. Threads
+/// take whole blocks, and load and store them; what does not come out even is shared within its products.
 void cpu_gram(const std::vector<GramBlock>& blocks, const OrthogonalizeOptions& options);
 
 }  // namespace group_muon

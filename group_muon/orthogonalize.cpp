@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "group_muon/cpu_gram.h"
@@ -117,8 +118,16 @@ Tensor gram_on_cpu(const Tensor& x, const OrthogonalizeOptions& options) {
   const int64_t rows = x.size(1), cols = x.size(2);
   std::vector<GramBlock> blocks;
   for (int64_t i = 0; i < x.size(0); ++i) {
-    const int64_t offset = i * rows * cols;
-    blocks.push_back({.in = from + offset, .out = to + offset, .rows = rows, .cols = cols});
+    const int64_t size = rows * cols, offset = i * size;
+    blocks.push_back(
+        {.rows = rows,
+         .cols = cols,
+         .load =
+             [=](c10::BFloat16* block) {
+               std::copy_n(from + offset, size, block);
+               return 1.0F;
+             },
+         .store = [=](const c10::BFloat16* block) { std::copy_n(block, size, to + offset); }});
   }
   cpu_gram(blocks, options);
   return out;
@@ -199,21 +208,26 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
     }
     return largest / smallest;
   };
-  // For the first k steps: the restarts with the smallest worst condition, and that.
+  // For the first k steps: the restarts with the smallest worst condition, among those with that the smallest sum.
   struct Choice {
     double worst = 0;
+    double sum = 0;
     std::vector<int64_t> restarts = {};
   };
   std::vector<Choice> choices(total + 1);
-  for (size_t end = 1; end <= total; ++end) choices[end].worst = condition(0, end);
+  for (size_t end = 1; end <= total; ++end) {
+    const double only = condition(0, end);
+    choices[end] = {only, only};
+  }
   // Allow one restart more, until that is enough or does not help.
   for (size_t count = 1; count < total && choices[total].worst > limit; ++count) {
     auto better = choices;
     for (size_t begin = 1; begin < total; ++begin) {
       for (size_t end = begin + 1; end <= total; ++end) {
-        const double worst = std::max(choices[begin].worst, condition(begin, end));
-        if (worst >= better[end].worst) continue;
-        better[end] = {worst, choices[begin].restarts};
+        const double last = condition(begin, end);
+        const double worst = std::max(choices[begin].worst, last), sum = choices[begin].sum + last;
+        if (std::tie(worst, sum) >= std::tie(better[end].worst, better[end].sum)) continue;
+        better[end] = {worst, sum, choices[begin].restarts};
         better[end].restarts.push_back(static_cast<int64_t>(begin));
       }
     }

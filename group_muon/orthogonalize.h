@@ -46,7 +46,7 @@ std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int6
 std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit);
 
 /// Conditions that bf16 bears: of blocks whose norm is spread over directions, and of any block.
-constexpr double kLooseCondition = 60;
+constexpr double kLooseCondition = 57;
 constexpr double kTightCondition = 20;
 
 struct OrthogonalizeOptions {

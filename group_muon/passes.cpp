@@ -2,6 +2,9 @@
 
 #include <ATen/Parallel.h>
 
+#include <numeric>
+#include <vector>
+
 #include "group_muon/avx512.h"
 
 namespace group_muon {
@@ -12,10 +15,10 @@ constexpr int64_t kGrain = 1 << 15;
 
 template <typename Work>
 void for_rows(const RowMap& map, Work&& work) {
-  const auto count = static_cast<int64_t>(map.rows->size());
+  const auto count = static_cast<int64_t>(map.rows.size());
   at::parallel_for(0, count, kGrain / map.cols + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      work(i, i * map.cols, ((*map.rows)[i] + map.first_row) * map.cols);
+      work(i, i * map.cols, (map.rows[i] + map.first_row) * map.cols);
     }
   });
 }
@@ -75,19 +78,22 @@ void update_row(int64_t, float, float, const c10::BFloat16*, float*) {}
 
 }  // namespace
 
-void momentum_pass(
+double momentum_pass(
     const RowMap& map, const MomentumRule& rule, const float* grad, float* momentum,
-    c10::BFloat16* blocks, double* squares) {
+    c10::BFloat16* block) {
+  std::vector<double> squares(
+      map.rows.size());  // summed in the order of rows, whatever the threads
   for_rows(map, [&](int64_t i, int64_t in_block, int64_t in_matrix) {
     squares[i] =
-        momentum_row(map.cols, rule, grad + in_matrix, momentum + in_matrix, blocks + in_block);
+        momentum_row(map.cols, rule, grad + in_matrix, momentum + in_matrix, block + in_block);
   });
+  return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 void update_pass(
-    const RowMap& map, float decay, float step, const c10::BFloat16* blocks, float* weight) {
+    const RowMap& map, float decay, float step, const c10::BFloat16* block, float* weight) {
   for_rows(map, [&](int64_t, int64_t in_block, int64_t in_matrix) {
-    update_row(map.cols, decay, step, blocks + in_block, weight + in_matrix);
+    update_row(map.cols, decay, step, block + in_block, weight + in_matrix);
   });
 }
 

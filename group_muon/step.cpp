@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
-#include <numeric>
 #include <tuple>
 
 #include "group_muon/cpu_gram.h"
@@ -225,7 +225,8 @@ std::vector<Bucket> make_plan(
       const auto [short_side, long_side] = std::minmax(rows, cols);
       const auto key = std::tuple{
           short_side, long_side, momentum.device().str(), momentum.scalar_type(), on_cpu_kernels};
-      const int64_t max_blocks = max_elements / (short_side * long_side);
+      const int64_t max_blocks = on_cpu_kernels ? std::numeric_limits<int64_t>::max()
+                                                : max_elements / (short_side * long_side);
       // Stacked matrices may go to several buckets.
       for (int64_t matrix = 0; matrix < shape.count;) {
         const auto found = open.find(key);
@@ -281,43 +282,33 @@ void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>
 void step_on_cpu(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
   const MomentumRule rule{static_cast<float>(options.momentum), options.nesterov, options.average};
-  const int64_t elements = bucket.short_side * bucket.long_side;
-  const auto bf16 = bucket.momentum.dtype(at::kBFloat16);
-  const Tensor memory = at::empty({2, bucket.blocks * elements}, bf16);
-  auto* in = memory.data_ptr<BFloat16>();
-  auto* out = in + bucket.blocks * elements;
-
-  // Calls use(weight, slot, map of its rows, place in the bucket) for every matrix of every slot.
-  const auto for_matrices = [&](auto&& use) {
-    for (const auto& slot : bucket.slots) {
-      const auto& weight = weights[slot.weight];
-      const auto shape = shape_of(weight);
-      for (int64_t i = 0; i < slot.matrices; ++i) {
-        const RowMap map{&slot.rows, (slot.first_matrix + i) * shape.rows, shape.cols};
-        use(weight, slot, map, (slot.first_block + i * slot.groups) * elements);
-      }
-    }
-  };
+  const int64_t size = bucket.short_side * bucket.long_side;
   std::vector<GramBlock> blocks;
-  for_matrices([&](const Weight& weight, const Slot& slot, const RowMap& map, int64_t place) {
-    std::vector<double> squares(slot.rows.size());
-    momentum_pass(
-        map, rule, weight.grad.const_data_ptr<float>(), weight.momentum.data_ptr<float>(),
-        in + place, squares.data());
-    const auto rows = static_cast<int64_t>(squares.size()) / slot.groups;
-    for (auto row = squares.begin(); row != squares.end(); row += rows, place += elements) {
-      const double norm = std::sqrt(std::accumulate(row, row + rows, 0.0));
-      const float scale = normalization(norm, in + place, elements, options.orthogonalize);
-      blocks.push_back({in + place, out + place, rows, map.cols, scale});
+  for (const auto& slot : bucket.slots) {
+    const auto& weight = weights[slot.weight];
+    const auto shape = shape_of(weight);
+    const auto* grad = weight.grad.const_data_ptr<float>();
+    auto* momentum = weight.momentum.data_ptr<float>();
+    auto* value = weight.value.data_ptr<float>();
+    const auto decay = static_cast<float>(1 - weight.lr * weight.weight_decay);
+    const auto rate = static_cast<float>(weight.lr * slot.scale);
+    const auto rows = static_cast<int64_t>(slot.rows.size()) / slot.groups;
+    for (int64_t i = 0; i < slot.blocks(); ++i) {
+      const RowMap map{
+          c10::ArrayRef<int64_t>(slot.rows).slice(i % slot.groups * rows, rows),
+          (slot.first_matrix + i / slot.groups) * shape.rows, shape.cols};
+      blocks.push_back(
+          {.rows = rows,
+           .cols = shape.cols,
+           .load =
+               [=, &rule, &options](BFloat16* block) {
+                 const double squares = momentum_pass(map, rule, grad, momentum, block);
+                 return normalization(std::sqrt(squares), block, size, options.orthogonalize);
+               },
+           .store = [=](const BFloat16* block) { update_pass(map, decay, rate, block, value); }});
     }
-  });
+  }
   cpu_gram(blocks, options.orthogonalize);
-  for_matrices([&](const Weight& weight, const Slot& slot, const RowMap& map, int64_t place) {
-    const double decay = 1 - weight.lr * weight.weight_decay;
-    update_pass(
-        map, static_cast<float>(decay), static_cast<float>(weight.lr * slot.scale), out + place,
-        weight.value.data_ptr<float>());
-  });
 }
 
 void step(const std::vector<Weight>& weights, const StepOptions& options) {

@@ -70,8 +70,8 @@ struct Bucket {
 void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options);
 
 /// Which rows form which block at this step. No tensor is read but for its shape and device.
-/// A bucket is closed at `max_elements`: 32 MB in fp32 stay in reach of the cache, and workspace
-/// does not grow with the model.
+/// A bucket that is gathered is closed at `max_elements`: 32 MB in fp32 stay in reach of the cache, and
+/// workspace does not grow with the model.
 std::vector<Bucket> make_plan(
     const std::vector<Weight>& weights, const StepOptions& options,
     int64_t max_elements = int64_t{1} << 23);
@@ -83,7 +83,7 @@ at::Tensor gather(
 /// weight -= lr · scale · block, each block back to the rows it came from.
 void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Weight>& weights);
 
-/// Momentum, blocks, orthogonalization and update of such a bucket, in one pass over memory each.
+/// Momentum, orthogonalization and update of such a bucket, block by block.
 void step_on_cpu(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options);
 

@@ -266,7 +266,7 @@ TEST_F(OrthogonalizeTest, GramRestartsBeforeItsFactorIsIllConditioned) {
   EXPECT_EQ(restarts("quintic", 5, kLooseCondition), (Steps{3}));
   EXPECT_EQ(restarts("quintic", 5, kTightCondition), (Steps{2, 4}));
   EXPECT_EQ(restarts("quintic", 7, kLooseCondition), (Steps{3, 5}));
-  EXPECT_EQ(restarts("polar_express", 5, kLooseCondition), (Steps{1, 2}));
+  EXPECT_EQ(restarts("polar_express", 5, kLooseCondition), (Steps{1, 2, 3}));
   EXPECT_TRUE(restarts("quintic", 1, kTightCondition).empty());
   EXPECT_EQ(restarts("quintic", 5, 1e9).size(), 1);  // no phase is longer than three steps
   EXPECT_EQ(restarts("quintic", 5, 1).size(), 4);    // it cannot be met: after every step

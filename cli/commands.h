@@ -10,5 +10,6 @@ namespace cli {
 void add_tokenize(CLI::App& app);
 void add_train(CLI::App& app);
 void add_sample(CLI::App& app);
+void add_analyze(CLI::App& app);
 
 }  // namespace cli

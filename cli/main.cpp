@@ -63,6 +63,7 @@ int main(int argc, char** argv) {
   cli::add_tokenize(app);
   cli::add_train(app);
   cli::add_sample(app);
+  cli::add_analyze(app);
   try {
     app.parse(argc, argv);
     if (!app.get_subcommands().empty()) return 0;

@@ -168,9 +168,12 @@ Tensor Model::hidden(const Tensor& tokens, KeyValueCache* cache) {
   return rms_norm(x);
 }
 
+Tensor Model::logits(const Tensor& tokens) {
+  return widened(product(hidden(tokens, nullptr), weights_.wte)).flatten(0, 1);
+}
+
 Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
-  const Tensor logits = widened(product(hidden(tokens, nullptr), weights_.wte));
-  return at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+  return at::cross_entropy_loss(logits(tokens), targets.flatten());
 }
 
 double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double share) {
@@ -186,7 +189,9 @@ double Model::evaluate(const Tensor& tokens, const Tensor& targets) {
   if (kernels_ == Kernels::kNative) return native().run(tokens, targets, 0);
   const torch::NoGradGuard no_grad;
   const auto timed = Timed(*profile_, Part::kModel);
-  return loss(tokens, targets).item<double>();
+  const Tensor losses =
+      at::cross_entropy_loss(logits(tokens), targets.flatten(), /*weight=*/{}, at::Reduction::None);
+  return losses.to(at::kDouble).mean().item<double>();
 }
 
 NativeStep& Model::native() {

@@ -85,7 +85,7 @@ class Model : public torch::nn::Module {
   /// was raised, as every in-place operation does; what writes past autograd (`data()`) does not.
   double add_gradients(const torch::Tensor& tokens, const torch::Tensor& targets, double share);
 
-  /// The same without gradients.
+  /// The same without gradients. Losses of tokens are summed in fp64.
   double evaluate(const torch::Tensor& tokens, const torch::Tensor& targets);
 
   /// Where the time of the last two went, since the beginning.
@@ -97,6 +97,7 @@ class Model : public torch::nn::Module {
 
  private:
   NativeStep& native();
+  torch::Tensor logits(const torch::Tensor& tokens);
   torch::Tensor hidden(const torch::Tensor& tokens, KeyValueCache* cache);
   torch::Tensor attention(
       const torch::Tensor& x, const Weights::Block& block, int64_t layer, KeyValueCache* cache);

@@ -17,12 +17,13 @@ enum class Part {
   kModel,    // all of the above, where they cannot be told apart
   kOptimizer,
   kData,
+  kDiagnostics,
   kCount
 };
 
 constexpr std::array<const char*, static_cast<size_t>(Part::kCount)> kPartNames = {
     "matmul",        "attention", "normalisation", "activation", "loss and embedding",
-    "weight copies", "model",     "optimizer",     "data"};
+    "weight copies", "model",     "optimizer",     "data",       "diagnostics"};
 
 class Profile {
  public:

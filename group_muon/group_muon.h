@@ -3,6 +3,7 @@
 
 #include "group_muon/adamw.h"          // IWYU pragma: export
 #include "group_muon/assemble.h"       // IWYU pragma: export
+#include "group_muon/diagnostics.h"    // IWYU pragma: export
 #include "group_muon/layout.h"         // IWYU pragma: export
 #include "group_muon/optimizer.h"      // IWYU pragma: export
 #include "group_muon/orthogonalize.h"  // IWYU pragma: export

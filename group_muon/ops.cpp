@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "group_muon/diagnostics.h"
 #include "group_muon/optimizer.h"
 
 namespace group_muon {
@@ -60,6 +61,38 @@ Layout checked_layout(const Tensor& weight, const std::string& layout, const std
   return checked(parse_layout(layout), weight.sizes(), name);
 }
 
+// Numbers of each part in the order of Whitening's fields, norms of its heads [parts, heads, before and after], names.
+using MeasureResult = std::tuple<Tensor, Tensor, Texts>;
+
+MeasureResult as_tensors(const std::vector<Whitening>& parts) {
+  size_t heads = 0;
+  for (const auto& part : parts) heads = std::max(heads, part.head_norms.size());
+  const auto count = static_cast<int64_t>(parts.size());
+  Tensor norms = at::full(
+      {count, static_cast<int64_t>(heads), 2}, std::nan(""), at::TensorOptions(at::kDouble));
+  auto norm = norms.accessor<double, 3>();
+  std::vector<Tensor> rows;
+  Texts segments;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& part = parts[i];
+    const auto blocks = part.of_blocks.value_or(no_spectra());
+    Floats row = {
+        static_cast<double>(part.rows), static_cast<double>(part.cols),
+        static_cast<double>(part.blocks), blocks.nuclear_norm};
+    row.insert(row.end(), blocks.ranks.begin(), blocks.ranks.end());
+    row.insert(
+        row.end(), {blocks.stable_rank, blocks.effective_rank, part.first_order, part.squared_norm,
+                    part.step_squared_norm});
+    rows.push_back(at::tensor(row, at::kDouble));
+    for (size_t h = 0; h < part.head_norms.size(); ++h) {
+      norm[i][static_cast<int64_t>(h)][0] = part.head_norms[h];
+      norm[i][static_cast<int64_t>(h)][1] = part.whitened_head_norms[h];
+    }
+    segments.push_back(part.segment);
+  }
+  return {at::stack(rows), norms, segments};
+}
+
 // Operators that take all of the step's options, which step_fields lists once for them.
 template <typename Fields>
 struct WithOptions;
@@ -92,6 +125,22 @@ struct WithOptions<GroupMuonOptions(Options...)> {
     step(list, step_opts);
   }
 
+  static MeasureResult measure(
+      const Tensor& direction, const Tensor& gradient, const std::string& layout,
+      const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
+      Options... options) {
+    Weight weight;
+    weight.value = direction;
+    weight.grad = gradient;
+    weight.layout = parse_layout(layout);
+    weight.name = weight.partition = name;
+    weight.step = seen_steps;
+    return as_tensors(
+        group_muon::measure(
+            direction, weight, parse_layout(heads), step_options(step_fields(options...)),
+            exact ? Accuracy::kExact : Accuracy::kEstimate));
+  }
+
   // Refuses what step_ would refuse; gradients may be missing.
   static void check(
       const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& grads,
@@ -109,6 +158,32 @@ struct WithOptions<GroupMuonOptions(Options...)> {
 };
 
 using StepOperators = WithOptions<decltype(step_fields)>;
+
+Tensor look_ahead_op(
+    const Tensor& grad, const Tensor& momentum_buffer, double momentum, bool nesterov,
+    bool average) {
+  check_momentum(grad, momentum_buffer, "");
+  Weight weight;
+  weight.grad = grad;
+  weight.momentum = momentum_buffer;
+  StepOptions options;
+  options.momentum = momentum;
+  options.nesterov = nesterov;
+  options.average = average;
+  return look_ahead(weight, options);
+}
+
+std::tuple<std::string, double> break_even_op(
+    double grouped_first_order, double grouped_squares, double full_first_order,
+    double full_squares, double lr) {
+  Whitening grouped, full;
+  grouped.first_order = grouped_first_order;
+  grouped.step_squared_norm = grouped_squares;
+  full.first_order = full_first_order;
+  full.step_squared_norm = full_squares;
+  const auto result = compare(grouped, full, lr).break_even;
+  return {to_string(result.pays), result.beta};
+}
 
 Tensor orthogonalize_op(
     const Tensor& blocks, const std::string& method, const std::string& coefficients,
@@ -201,6 +276,21 @@ TORCH_LIBRARY(group_muon, m) {
           "weight_decay, *, ") +
           kStepSchema + kOrthogonalizeSchema + ") -> ()",
       &StepOperators::check);
+  define(
+      std::string(
+          "measure(Tensor direction, Tensor gradient, str layout, str heads, str name, int "
+          "seen_steps, bool exact, *, ") +
+          kStepSchema + kOrthogonalizeSchema + ") -> (Tensor, Tensor, str[])",
+      &StepOperators::measure);
+  m.def(
+      "look_ahead(Tensor grad, Tensor momentum_buffer, float momentum, bool nesterov, bool "
+      "average) "
+      "-> Tensor",
+      look_ahead_op);
+  m.def(
+      "break_even(float grouped_first_order, float grouped_squares, float full_first_order, float "
+      "full_squares, float lr) -> (str, float)",
+      break_even_op);
   m.def(
       "packed_qkv(int heads, int head_dim, int kv_heads, int value_dim, str q, str k, str v, "
       "bool share_qk) -> str",

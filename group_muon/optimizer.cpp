@@ -236,13 +236,8 @@ void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view 
   for (auto& [options, layout] : changes) options->layout(std::move(layout));
 }
 
-torch::Tensor GroupMuon::step(LossClosure closure) {
+std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::next_step() {
   const torch::NoGradGuard no_grad;
-  torch::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
   // Parameter groups whose options allow it are stepped together, so that their blocks batch.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
   size_t index = 0;
@@ -264,7 +259,17 @@ torch::Tensor GroupMuon::step(LossClosure closure) {
            partition_name(options, i, index), state.step(), options.lr(), options.weight_decay()});
     }
   }
-  for (const auto& [shared, weights] : batches) {
+  return batches;
+}
+
+torch::Tensor GroupMuon::step(LossClosure closure) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  for (const auto& [shared, weights] : next_step()) {
     group_muon::step(weights, shared);
     for (const auto& weight : weights) {
       auto& state = state_of(state_, weight.value, weight.name);

@@ -7,6 +7,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "group_muon/layout.h"
@@ -109,6 +110,9 @@ class GroupMuon : public torch::optim::Optimizer {
   /// Another grouping from the next step on, for the segments of that name ("" for all) in every
   /// parameter group that has one. Momentum is kept.
   void set_grouping(const GroupingSchedule& grouping, std::string_view segment);
+
+  /// The weights with gradients as the next step takes them, those of one kind of options together.
+  std::vector<std::pair<StepOptions, std::vector<Weight>>> next_step();
 
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;

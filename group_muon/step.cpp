@@ -105,6 +105,7 @@ ShapedSlot plan_segment(
   const auto [rows, cols] = side(grouping.group_size * segment.head_rows);
   const auto [segment_rows, segment_cols] = side(segment.num_rows());
   Slot slot;
+  slot.segment = segment.name;
   slot.axis = by_rows ? 0 : 1;
   slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key));
   slot.groups = segment.num_heads() / grouping.group_size;
@@ -194,6 +195,22 @@ void check_momentum(const Tensor& value, const Tensor& momentum, const std::stri
       value.sizes(), ", but its momentum has ", momentum.sizes());
 }
 
+std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options) {
+  const auto shape = shape_of(weight);
+  const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
+  std::vector<Slot> slots;
+  for (const auto& segment : segments_of(weight.layout, length)) {
+    slots.push_back(plan_segment(weight, shape, segment, options).slot);
+    slots.back().matrices = shape.count;
+  }
+  return slots;
+}
+
+Tensor as_lines(const Tensor& tensor, const Weight& weight) {
+  const Tensor matrices = as_matrices(tensor, weight);
+  return weight.layout.axis == Axis::kRows ? matrices : matrices.mT();
+}
+
 void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options) {
   if (weights.empty()) return;
   std::vector<Tensor> buffers, grads;
@@ -207,6 +224,14 @@ void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& 
     at::_foreach_mul_(buffers, options.momentum);
     at::_foreach_add_(buffers, grads);
   }
+}
+
+Tensor look_ahead(const Weight& weight, const StepOptions& options) {
+  const at::NoGradGuard no_grad;
+  Weight copy = weight;
+  copy.momentum = weight.momentum.clone();
+  accumulate_momentum({copy}, options);
+  return direction(copy.momentum, weight.grad, options);
 }
 
 std::vector<Bucket> make_plan(

@@ -43,6 +43,7 @@ struct StepOptions {
 
 /// The groups of one segment, which lie one after the other in a bucket.
 struct Slot {
+  std::string segment = {};   // its name
   size_t weight = 0;          // index into the list of weights
   int64_t axis = 0;           // 0: heads along rows, 1: along columns
   std::vector<int64_t> rows;  // the segment's rows (or columns), group after group
@@ -66,8 +67,18 @@ struct Bucket {
   std::vector<Slot> slots;
 };
 
+/// The groups of each segment of a weight at its step.
+std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options);
+
+/// A weight-shaped tensor as [matrices, lines, length of one]: lines are rows, or columns where heads lie along
+/// those.
+at::Tensor as_lines(const at::Tensor& tensor, const Weight& weight);
+
 /// Adds the gradients to the momentum. Elementwise, so it knows nothing of heads.
 void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options);
+
+/// What a step would orthogonalize: the momentum with this gradient in it, or its look-ahead. Nothing is changed.
+at::Tensor look_ahead(const Weight& weight, const StepOptions& options);
 
 /// Which rows form which block at this step. No tensor is read but for its shape and device.
 /// A bucket that is gathered is closed at `max_elements`: 32 MB in fp32 stay in reach of the cache, and

@@ -1,11 +1,17 @@
-"""Pictures from the files of runs.
+"""Pictures from the files of runs. OUT is without an ending or with one: .png, .svg; without, both are written.
 
-plot.py curves OUT.png RUN[=LABEL] …    validation loss by step, and its difference to the first run's
+plot.py curves OUT RUN[=LABEL] …    validation loss by step, and its difference to the first run's
+plot.py ranks OUT RUN               rank of Q and K by step, gradients and momentum, whole and in groups
+plot.py norms OUT RUN [LAYER …]     ‖O‖² of Q and K by step, whole and head by head; by default of two middle layers
+plot.py gain OUT RUN                gain and cost of every group size by step, against the whole matrix
+
+The last three need a run made with --diagnose-every.
 """
 
 import json
 import pathlib
 import sys
+from collections import defaultdict
 
 import matplotlib
 
@@ -13,14 +19,32 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
+STYLE = {"marker": "o", "markersize": 2.5, "linewidth": 1.4}
+
+
+def records(run: str, name: str) -> list[dict]:
+    path = pathlib.Path(run) / name
+    if not path.exists():
+        more = ", train with --diagnose-every" if name == "diagnostics.jsonl" else ""
+        sys.exit(f"plot.py: '{run}' has no {name}{more}")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def save(figure, out: str) -> None:
+    path = pathlib.Path(out)
+    for target in [path] if path.suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
+        figure.savefig(target, dpi=130)
+
+
+def tidy(all_axes) -> None:
+    for axes in all_axes:
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def validation_losses(run: str) -> dict[int, float]:
-    path = pathlib.Path(run) / "metrics.jsonl"
-    if not path.exists():
-        sys.exit(f"plot.py: '{run}' has no metrics.jsonl")
-    lines = path.read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
+    entries = records(run, "metrics.jsonl")
     return {e["step"]: e["validation_loss"] for e in entries if "validation_loss" in e}
 
 
@@ -32,30 +56,144 @@ def curves(out: str, runs: list[str]) -> None:
     baseline, base = all_losses[0]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, (label, losses) in enumerate(all_losses):
-        color = COLORS[number % len(COLORS)]
+        style = {**STYLE, "color": COLORS[number % len(COLORS)]}
         steps = list(losses)
         last = losses[steps[-1]]
-        style = {"color": color, "marker": "o", "markersize": 3, "linewidth": 1.5}
         left.plot(steps, list(losses.values()), label=f"{label}  {last:.4f}", **style)
         shared = [step for step in steps if step in base]
         right.plot(shared, [losses[step] - base[step] for step in shared], label=label, **style)
-    left.set(
-        xlabel="step", ylabel="validation loss", title="Validation loss (last value in the legend)"
-    )
-    right.set(
-        xlabel="step", ylabel="difference", title=f"Difference to {baseline}: lower is better"
-    )
+    left.set(ylabel="validation loss", title="Validation loss (last value in the legend)")
+    right.set(ylabel="difference", title=f"Difference to {baseline}: lower is better")
     left.legend(frameon=False)
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=130)
+    tidy((left, right))
+    save(figure, out)
+
+
+def layer_of(line: dict) -> int:
+    return int(line["weight"].split(".h.")[1].split(".")[0])
+
+
+def label_of(grouping: str) -> str:
+    return {"three-way": "whole", "1": "g = 1"}.get(grouping, f"g = {grouping.split(':')[0]}")
+
+
+def mean_by_step(lines: list[dict], value) -> tuple[list[int], list[float]]:
+    by_step = defaultdict(list)
+    for line in lines:
+        by_step[line["step"]].append(value(line))
+    steps = sorted(by_step)
+    return steps, [sum(by_step[step]) / len(by_step[step]) for step in steps]
+
+
+def groupings_of(lines: list[dict]) -> list[str]:
+    """The whole matrix first, then the groupings in the order they were given."""
+    return [name for name in dict.fromkeys(line["grouping"] for line in lines) if name != "packed"]
+
+
+def ranks(out: str, run: str) -> None:
+    lines = [line for line in records(run, "diagnostics.jsonl") if line["part"] in ("q", "k")]
+    tolerances = {1: "σ > 0.01 σ₁", 3: "σ above machine precision"}
+    figure, grid = plt.subplots(
+        2, 2, figsize=(11, 7), layout="constrained", sharex=True, sharey=True
+    )
+    for row, (index, tolerance) in zip(grid, tolerances.items()):
+        for axes, of in zip(row, ("gradient", "momentum")):
+            for number, grouping in enumerate(groupings_of(lines)):
+                chosen = [li for li in lines if (li["of"], li["grouping"]) == (of, grouping)]
+                steps, ratio = mean_by_step(chosen, lambda li, i=index: li["ranks"][i] / li["rows"])
+                color = COLORS[number % len(COLORS)]
+                axes.plot(steps, ratio, label=label_of(grouping), color=color, **STYLE)
+            axes.set_title(f"{of}, {tolerance}")
+            axes.set_ylim(0, 1.03)
+    for row in grid:
+        row[0].set_ylabel("sum of the blocks' ranks / rows")
+    grid[0][0].legend(frameon=False, ncols=2)
+    tidy(grid.flat)
+    figure.suptitle("Rank of Q and K, mean over layers: 1 is full row rank")
+    save(figure, out)
+
+
+def norms(out: str, run: str, layers: list[int]) -> None:
+    lines = [line for line in records(run, "diagnostics.jsonl") if line["of"] == "momentum"]
+    if not any(line["grouping"] == "1" for line in lines):
+        sys.exit("plot.py: this picture needs grouping 1 among --diagnose-groups")
+    known = sorted({layer_of(line) for line in lines})
+    layers = layers or known[(len(known) - 1) // 2 :][:2]
+    if unknown := [layer for layer in layers if layer not in known]:
+        sys.exit(f"plot.py: '{run}' has no layer {unknown[0]}, only {known[0]} to {known[-1]}")
+    figure, grid = plt.subplots(
+        len(layers), 2, figsize=(11, 3.3 * len(layers)), layout="constrained", sharex=True,
+        sharey=True, squeeze=False,
+    )  # fmt: skip
+    for row, layer in zip(grid, layers):
+        for axes, part in zip(row, ("q", "k")):
+            for color, grouping, label in (
+                ("#555555", "three-way", "whole"),
+                ("#d95f02", "1", "head by head"),
+            ):
+                chosen = [
+                    line
+                    for line in lines
+                    if (layer_of(line), line["part"], line["grouping"]) == (layer, part, grouping)
+                ]
+                steps, squares = mean_by_step(chosen, lambda line: line["squared_norm"])
+                axes.plot(steps, squares, label=label, color=color, **STYLE)
+                ideal = min(chosen[0]["rows"], chosen[0]["cols"])
+            axes.axhline(ideal, color="black", linestyle=":", linewidth=1, label=f"ideal, {ideal}")
+            axes.set_title(f"layer {layer}, {part.upper()}")
+        row[0].set_ylabel("‖O‖²")
+    grid[0][0].legend(frameon=False)
+    tidy(grid.flat)
+    figure.suptitle("Squared norm of the whitened update")
+    save(figure, out)
+
+
+def gain(out: str, run: str) -> None:
+    lines = [line for line in records(run, "diagnostics.jsonl") if line["part"] in ("q", "k")]
+    names = [name for name in groupings_of(lines) if name != "three-way"]
+    whole = {
+        (li["step"], li["weight"], li["part"], li["of"]): li for li in lines if li["grouping"] == "three-way"
+    }  # fmt: skip
+
+    def share(line: dict, key: str, of: str) -> float:
+        """Part of the whole matrix' own, so that layers can be averaged."""
+        own = whole[line["step"], line["weight"], line["part"], line["of"]][of]
+        return line["against three-way"][key] / own if own else 0.0
+
+    pictures = [
+        ("gradient", "gain", "nuclear_norm", "gain Σ‖Gᵢ‖* − ‖G‖*, part of ‖G‖*"),
+        ("momentum", "first_order_gain", "first_order", "⟨G, O⟩ gained, part of the whole's"),
+        ("momentum", "norm_cost", "squared_norm", "cost Σ‖Oᵢ‖² − ‖O‖², part of ‖O‖²"),
+    ]
+    figure, row = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for axes, (of, key, base, title) in zip(row, pictures):
+        for number, name in enumerate(names):
+            chosen = [
+                li
+                for li in lines
+                if (li["of"], li["grouping"]) == (of, name) and "against three-way" in li
+            ]
+            steps, means = mean_by_step(chosen, lambda li, k=key, b=base: share(li, k, b))
+            color = COLORS[1 + number % (len(COLORS) - 1)]
+            axes.plot(steps, means, label=label_of(name), color=color, **STYLE)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_title(f"{title}\n(of the {of})", fontsize=10)
+    row[0].legend(frameon=False)
+    tidy(row)
+    figure.suptitle("Grouping Q and K against the whole matrices, mean over layers")
+    save(figure, out)
 
 
 def main() -> None:
     match sys.argv[1:]:
         case ["curves", out, *runs] if runs:
             curves(out, runs)
+        case ["ranks", out, run]:
+            ranks(out, run)
+        case ["norms", out, run, *layers] if all(layer.isdigit() for layer in layers):
+            norms(out, run, [int(layer) for layer in layers])
+        case ["gain", out, run]:
+            gain(out, run)
         case _:
             sys.exit(__doc__)
 

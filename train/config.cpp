@@ -81,6 +81,14 @@ std::vector<Key> make_keys() {
        "Tokens to validate on, always the same: the first of the split"},
       {"validation", "validation-precision", &C::validation_precision, "bf16 or fp32"},
 
+      {"diagnostics", "diagnose-every", &C::diagnose_every,
+       "Steps from one measurement of gain and cost of head groups to the next; 0: none", 0, kFree},
+      {"diagnostics", "diagnose-groups", &C::diagnose_groups,
+       "Groupings to measure, as 1,2:random,6:random; empty: every size, at random", 1, kFree},
+      {"diagnostics", "diagnose-exact", &C::diagnose_exact,
+       "By singular values instead of eigenvalues of XXᵀ, which are exact to 3e-7 of the largest",
+       1, kFree},
+
       {"run", "out", &C::out, "Folder of the run; empty: runs/ and the time"},
       {"run", "checkpoint-interval", &C::checkpoint_interval,
        "Steps from one checkpoint to the next; 0: only after the last step", 0, kFree},

@@ -63,6 +63,10 @@ struct Config {
   int64_t validation_interval = 125;
   int64_t validation_tokens = 10485760;
   std::string validation_precision = "fp32";
+  // diagnostics
+  int64_t diagnose_every = 0;
+  std::string diagnose_groups;
+  bool diagnose_exact = false;
   // run
   std::string out;
   int64_t checkpoint_interval = 1000;

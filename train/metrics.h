@@ -2,6 +2,7 @@
 // The record of a run: metrics.jsonl, a line a step or validation, and the same for TensorBoard.
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,9 @@
 #include "train/tensorboard.h"
 
 namespace train {
+
+/// The file's path, after all lines are gone but those whole ones that `keep` wants: (step, has a validation loss).
+std::string cut_back(const std::string& path, const std::function<bool(int64_t, bool)>& keep);
 
 class MetricsLog {
  public:

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "group_muon/cpu_gram.h"
+#include "train/attention.h"
 
 namespace train {
 namespace {
@@ -95,6 +96,7 @@ void check(const Config& config) {
     check_group("v-group", config.v_group, shape.key_heads(), keys);
   }
   group_muon::step_options(optimizer_options(config).muon);
+  with_prefix("diagnose-groups", [&] { make_candidates(shape, config.diagnose_groups); });
 }
 
 gpt::ModelShape model_shape(const Config& config) {

@@ -13,6 +13,8 @@
 
 #include "gpt/shards.h"
 #include "gpt/tokenizer.h"
+#include "train/attention.h"
+#include "train/batch.h"
 #include "train/checkpoint.h"
 #include "train/files.h"
 #include "train/machine.h"
@@ -146,12 +148,8 @@ class Trainer {
 
  private:
   double accumulate_gradients();
-  void train_step(MetricsLog& metrics);
+  void train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics);
   double validate();
-  // Tokens and, moved by one, targets: [sequences, context] each.
-  struct Batch {
-    Tensor tokens, targets;
-  };
   Batch batch_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts);
   void save();
   void report(bool validating, double part);
@@ -217,20 +215,9 @@ Trainer::Trainer(const Config& config, const Listener& listener)
   state_.data_crc = fingerprint(validation_, validated, state_.data_crc);
 }
 
-Trainer::Batch Trainer::batch_at(
-    const gpt::TokenStream& stream, const std::vector<int64_t>& starts) {
+Batch Trainer::batch_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts) {
   const auto timed = gpt::Timed(model_.profile(), gpt::Part::kData);
-  const int64_t length = config_.context + 1;
-  const Tensor tokens = at::empty({static_cast<int64_t>(starts.size()), length}, at::kLong);
-  auto* row = tokens.data_ptr<int64_t>();
-  for (const int64_t start : starts) {
-    stream.read(start, length, row);
-    row += length;
-  }
-  const auto part = [&](int64_t first) {
-    return tokens.narrow(1, first, config_.context).to(device_);
-  };
-  return {part(0), part(1)};
+  return read_batch(stream, starts, config_.context, device_);
 }
 
 void Trainer::check_stop() const {
@@ -256,7 +243,7 @@ double Trainer::accumulate_gradients() {
   return mean;
 }
 
-void Trainer::train_step(MetricsLog& metrics) {
+void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   const auto start = Clock::now();
   const double factor = lr_factor(config_, state_.step);
   for (auto& group : optimizers_.adamw.param_groups()) {
@@ -279,6 +266,10 @@ void Trainer::train_step(MetricsLog& metrics) {
   const torch::NoGradGuard no_grad;
   if (config_.clip > 0 && norm > config_.clip) {
     for (const auto& kind : gradients) at::_foreach_mul_(kind, config_.clip / norm);
+  }
+  if (diagnostics != nullptr && state_.step % config_.diagnose_every == 0) {
+    const auto timed = gpt::Timed(model_.profile(), gpt::Part::kDiagnostics);
+    diagnostics->write(state_.step, optimizers_.muon);
   }
   const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
   {
@@ -379,6 +370,12 @@ Outcome Trainer::run() {
   MetricsLog metrics =
       fresh ? MetricsLog(config_.out)
             : MetricsLog(config_.out, state_.step, state_.validation_loss.has_value());
+  std::optional<DiagnosticsLog> diagnostics;
+  if (config_.diagnose_every > 0) {
+    diagnostics.emplace(
+        config_.out, state_.step, make_candidates(model_.shape(), config_.diagnose_groups),
+        config_.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
+  }
   // A checkpoint is written again if the loss at its step became known since.
   auto saved = fresh ? std::nullopt : std::optional(state_);
   const auto save_here = [&] {
@@ -386,6 +383,7 @@ Outcome Trainer::run() {
       return;
     }
     metrics.sync();
+    if (diagnostics) diagnostics->sync();
     save();
     saved = state_;
   };
@@ -401,7 +399,7 @@ Outcome Trainer::run() {
       }
       if (state_.step > 0 && is_due(config_.checkpoint_interval)) save_here();
       if (state_.step == config_.steps) break;
-      train_step(metrics);
+      train_step(metrics, diagnostics ? &*diagnostics : nullptr);
     }
   } catch (const Stop&) {
     outcome.stopped = true;

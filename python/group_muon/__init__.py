@@ -10,6 +10,7 @@ if torch.__version__.split("+")[0] != _BUILT_FOR:
 
 torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
 
+from group_muon import diagnostics
 from group_muon.layouts import (
     convolution,
     grouping,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GroupMuon",
     "convolution",
+    "diagnostics",
     "grouping",
     "head_order",
     "interleaved_qkv",

@@ -1,0 +1,295 @@
+#include "group_muon/diagnostics.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace group_muon {
+namespace {
+
+using at::Tensor;
+
+// Relative to the largest singular value, what rounding of the data leaves of a smaller one.
+double machine_tolerance(const Tensor& blocks) {
+  const double epsilon = blocks.scalar_type() == at::kDouble
+                             ? std::numeric_limits<double>::epsilon()
+                             : std::numeric_limits<float>::epsilon();
+  return static_cast<double>(std::max(blocks.size(1), blocks.size(2))) * epsilon;
+}
+
+std::array<double, kRanks> tolerances_for(const Tensor& blocks) {
+  std::array<double, kRanks> tolerances = {};
+  std::copy(kRankTolerances.begin(), kRankTolerances.end(), tolerances.begin());
+  tolerances.back() = machine_tolerance(blocks);
+  return tolerances;
+}
+
+constexpr int64_t kQuantiles = 16;
+
+double sum_of(const Tensor& tensor) { return tensor.sum().item<double>(); }
+
+// sigma: falling, [count, short side].
+Spectra spectra_of(const Tensor& sigma, const std::array<double, kRanks>& tolerances) {
+  const Tensor largest = sigma.amax(-1, true);
+  const Tensor sums = sigma.sum(-1, true);
+  const Tensor zero = largest == 0;
+  const Tensor one = at::ones({}, sigma.options());
+  Spectra result;
+  result.nuclear_norm = sum_of(sums);
+  for (size_t i = 0; i < kRanks; ++i) {
+    result.ranks[i] = sum_of((sigma > largest * tolerances[i]).to(at::kDouble));
+  }
+  const Tensor relative = sigma / at::where(zero, one, largest);
+  result.stable_rank = sum_of(relative.square());
+  const Tensor share = sigma / at::where(zero, one, sums);
+  const Tensor entropy = -at::xlogy(share, share).sum(-1, true);
+  result.effective_rank = sum_of(entropy.exp().masked_fill(zero, 0));
+  const Tensor mean = relative.mean(0);
+  for (int64_t i = 0; i <= kQuantiles; ++i) {
+    result.quantiles.push_back(mean[i * (mean.size(0) - 1) / kQuantiles].item<double>());
+  }
+  return result;
+}
+
+// Roots of the eigenvalues of the small matrix XXᵀ, which has the squares of singular values.
+Tensor estimated_singular_values(const Tensor& blocks) {
+  const bool tall = blocks.size(1) > blocks.size(2);
+  const Tensor x = (tall ? blocks.mT() : blocks).to(at::kDouble);
+  return at::linalg_eigvalsh(at::bmm(x, x.mT())).clamp_min(0).sqrt().flip(-1);
+}
+
+// Squares of smaller ones drown in the rounding of XXᵀ.
+constexpr double kSmallestEstimate = 3e-7;
+
+// The numbers of the lines that a segment has, rising.
+std::vector<int64_t> lines_of(const Segment& segment) {
+  std::vector<int64_t> lines;
+  for (const auto start : segment.head_starts) {
+    for (int64_t i = 0; i < segment.head_rows; ++i) lines.push_back(start + i);
+  }
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+Tensor index_of(const std::vector<int64_t>& lines, const Tensor& like) {
+  return at::tensor(lines, at::kLong).to(like.device());
+}
+
+std::vector<double> head_norms(const Tensor& squares, const Segment& segment) {
+  std::vector<double> norms;
+  for (const auto start : segment.head_starts) {
+    norms.push_back(std::sqrt(sum_of(squares.narrow(0, start, segment.head_rows))));
+  }
+  return norms;
+}
+
+Weight with_checked_layout(Weight weight) {
+  weight.layout = checked(weight.layout, weight.value.sizes(), weight.name);
+  return weight;
+}
+
+// All groups of a slot: [matrices · groups, lines of one, length].
+Tensor blocks_of(const Tensor& lines, const Slot& slot) {
+  return lines.index_select(1, index_of(slot.rows, lines))
+      .unflatten(1, {slot.groups, -1})
+      .flatten(0, 1);
+}
+
+// O and s of a weight. `use(slot, its blocks)` is called for each segment.
+struct Update {
+  Tensor o;      // [matrices, lines, length], fp32 or fp64
+  Tensor scale;  // [lines], fp64
+};
+
+template <typename Use>
+Update update_of(const Tensor& x, const Weight& weight, const StepOptions& options, Use&& use) {
+  auto orthogonalization = options.orthogonalize;
+  if (orthogonalization.rank_tolerance == 0) {
+    orthogonalization.rank_tolerance = default_rank_tolerance(
+        weight.value.scalar_type(), orthogonalization.precision, std::max(x.size(1), x.size(2)));
+  }
+  Update update{
+      at::zeros_like(x, at::MemoryFormat::Contiguous),
+      at::zeros({x.size(1)}, x.options().dtype(at::kDouble))};
+  for (const auto& slot : slots_of(weight, options)) {
+    const Tensor blocks = blocks_of(x, slot), index = index_of(slot.rows, x);
+    use(slot, blocks);
+    const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
+    update.o.index_copy_(1, index, white.view({x.size(0), -1, x.size(2)}));
+    update.scale.index_fill_(0, index, slot.scale);
+  }
+  return update;
+}
+
+Tensor fp32_at_least(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? tensor : tensor.to(at::kFloat);
+}
+
+void add(Spectra& sum, const Spectra& more) {
+  sum.nuclear_norm += more.nuclear_norm;
+  for (size_t i = 0; i < kRanks; ++i) sum.ranks[i] += more.ranks[i];
+  sum.stable_rank += more.stable_rank;
+  sum.effective_rank += more.effective_rank;
+}
+
+}  // namespace
+
+Spectra no_spectra() {
+  Spectra none;
+  none.nuclear_norm = none.stable_rank = none.effective_rank = std::nan("");
+  none.ranks.fill(std::nan(""));
+  return none;
+}
+
+Tensor singular_values(const Tensor& blocks) { return at::linalg_svdvals(blocks.to(at::kDouble)); }
+
+Spectra spectra(const Tensor& blocks, Accuracy accuracy) {
+  TORCH_CHECK_VALUE(
+      blocks.dim() == 3, "group_muon: spectra needs [count, rows, cols], not a tensor of shape ",
+      blocks.sizes());
+  if (blocks.numel() == 0) return {};
+  auto tolerances = tolerances_for(blocks);
+  if (!std::isfinite(blocks.abs().max().item<double>())) return no_spectra();  // LAPACK refuses NaN
+  if (accuracy == Accuracy::kExact) return spectra_of(singular_values(blocks), tolerances);
+  tolerances.back() = std::max(tolerances.back(), kSmallestEstimate);
+  return spectra_of(estimated_singular_values(blocks), tolerances);
+}
+
+std::vector<Whitening> measure(
+    const Tensor& direction, const Weight& given, const Layout& heads, const StepOptions& options,
+    Accuracy accuracy) {
+  const at::NoGradGuard no_grad;
+  const Weight weight = with_checked_layout(given);
+  check_grad(weight.value, weight.grad, weight.name);
+  check_momentum(weight.value, direction, weight.name);
+  const Layout reported = checked(heads, weight.value.sizes(), weight.name);
+  TORCH_CHECK_VALUE(
+      reported.segments.empty() || reported.axis == weight.layout.axis ||
+          weight.layout.segments.empty(),
+      "group_muon: parameter '", weight.name,
+      "' has heads along rows in one layout and along columns in the other");
+  // A plain layout has its lines wherever the heads are.
+  Weight lying = weight;
+  if (lying.layout.segments.empty()) lying.layout.axis = reported.axis;
+
+  const Tensor x = fp32_at_least(as_lines(direction, lying));
+  std::vector<std::pair<Slot, Spectra>> parts;
+  const auto [o, scale] = update_of(x, lying, options, [&](const Slot& slot, const Tensor& blocks) {
+    parts.emplace_back(slot, spectra(blocks, accuracy));
+  });
+  // Of every line.
+  const auto over_line = [](const Tensor& tensor) { return tensor.sum({0, 2}); };
+  const Tensor fine = o.to(at::kDouble);
+  const Tensor first_order = over_line(as_lines(weight.grad, lying).to(at::kDouble) * fine) * scale;
+  const Tensor squares = over_line(fine.square()), step_squares = squares * scale.square();
+  const Tensor before = over_line(x.to(at::kDouble).square());
+
+  std::vector<Whitening> results;
+  auto& whole = results.emplace_back();
+  whole.rows = x.size(0) * x.size(1);
+  whole.cols = x.size(2);
+  whole.of_blocks = Spectra{};
+  for (const auto& [slot, part] : parts) {
+    whole.blocks += slot.blocks();
+    add(*whole.of_blocks, part);
+  }
+  whole.first_order = sum_of(first_order);
+  whole.squared_norm = sum_of(squares);
+  whole.step_squared_norm = sum_of(step_squares);
+
+  for (const auto& segment : reported.segments) {
+    const auto lines = lines_of(segment);
+    const Tensor index = index_of(lines, x);
+    auto& result = results.emplace_back();
+    result.segment = segment.name;
+    result.rows = x.size(0) * segment.num_rows();
+    result.cols = x.size(2);
+    for (const auto& [slot, part] : parts) {
+      auto covered = slot.rows;
+      std::sort(covered.begin(), covered.end());
+      if (covered != lines) continue;
+      result.blocks = slot.blocks();
+      result.of_blocks = part;
+    }
+    result.first_order = sum_of(first_order.index_select(0, index));
+    result.squared_norm = sum_of(squares.index_select(0, index));
+    result.step_squared_norm = sum_of(step_squares.index_select(0, index));
+    result.head_norms = head_norms(before, segment);
+    result.whitened_head_norms = head_norms(squares, segment);
+  }
+  return results;
+}
+
+Tensor scaled_update(const Tensor& direction, const Weight& given, const StepOptions& options) {
+  const at::NoGradGuard no_grad;
+  const Weight weight = with_checked_layout(given);
+  check_momentum(weight.value, direction, weight.name);
+  const Tensor x = fp32_at_least(as_lines(direction, weight));
+  const auto [o, scale] = update_of(x, weight, options, [](const Slot&, const Tensor&) {});
+  const Tensor scaled = o * scale.to(o.scalar_type()).unsqueeze(-1);
+  return (weight.layout.axis == Axis::kRows ? scaled : scaled.mT()).reshape(weight.value.sizes());
+}
+
+double guaranteed_decrease(const Whitening& update, double lr, double beta) {
+  return lr * update.first_order - beta / 2 * lr * lr * update.step_squared_norm;
+}
+
+Comparison compare(const Whitening& grouped, const Whitening& full, double lr) {
+  TORCH_CHECK_VALUE(lr > 0, "group_muon: lr should be above 0, not ", lr);
+  Comparison result;
+  if (grouped.of_blocks && full.of_blocks) {
+    result.gain = grouped.of_blocks->nuclear_norm - full.of_blocks->nuclear_norm;
+    result.ideal_cost.emplace();
+    for (size_t i = 0; i < kRanks; ++i) {
+      (*result.ideal_cost)[i] = grouped.of_blocks->ranks[i] - full.of_blocks->ranks[i];
+    }
+  }
+  result.norm_cost = grouped.squared_norm - full.squared_norm;
+  result.first_order_gain = grouped.first_order - full.first_order;
+  // lr·gain against β/2·lr²·cost.
+  const double cost = grouped.step_squared_norm - full.step_squared_norm;
+  const double gain = result.first_order_gain;
+  using Pays = BreakEven::Pays;
+  if (cost == 0 || (gain > 0) != (cost > 0)) {
+    result.break_even.pays = gain > 0 ? Pays::kAlways : Pays::kNever;
+  } else {
+    result.break_even = {cost > 0 ? Pays::kBelow : Pays::kAbove, 2 * gain / (lr * cost)};
+  }
+  return result;
+}
+
+std::string to_string(BreakEven::Pays pays) {
+  switch (pays) {
+    case BreakEven::Pays::kAlways:
+      return "always";
+    case BreakEven::Pays::kNever:
+      return "never";
+    case BreakEven::Pays::kBelow:
+      return "below";
+    default:
+      return "above";
+  }
+}
+
+std::string to_string(const BreakEven& break_even) {
+  using Pays = BreakEven::Pays;
+  if (break_even.pays == Pays::kAlways || break_even.pays == Pays::kNever) {
+    return to_string(break_even.pays);
+  }
+  return c10::str("as long as β ", break_even.pays == Pays::kBelow ? "< " : "> ", break_even.beta);
+}
+
+double imbalance(const std::vector<double>& norms) {
+  if (norms.empty()) return 0;
+  const auto count = static_cast<double>(norms.size());
+  const double mean = std::accumulate(norms.begin(), norms.end(), 0.0) / count;
+  if (mean == 0) return 0;
+  double squares = 0;
+  for (const double norm : norms) squares += (norm - mean) * (norm - mean);
+  return std::sqrt(squares / count) / mean;
+}
+
+}  // namespace group_muon

@@ -1,0 +1,13 @@
+"""Fixtures of several test files."""
+
+import pytest
+from running import random_walk, write_shard
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "train_000000.bin", random_walk(20000))
+    write_shard(folder / "val_000000.bin", random_walk(3000, seed=1))
+    return folder

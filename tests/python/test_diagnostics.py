@@ -1,0 +1,369 @@
+"""Diagnostics from Python, in training, and of checkpoints."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from reference_gpt import Gpt, batch_at, read_tokens
+from running import PROGRAM, ROOT, arguments, curve, last_weights, program, train, write_shard
+from safetensors.torch import load_file
+
+import group_muon
+from group_muon import diagnostics
+
+
+def polar(matrix):
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+class TestPythonDoor:
+    @pytest.mark.parametrize("k", [1, 2, 5, 12])
+    def test_aligned_low_rank(self, k):
+        torch.manual_seed(k)
+        strengths = torch.rand(k, dtype=torch.float64) + 0.1
+        v = torch.nn.functional.normalize(torch.randn(30, dtype=torch.float64), dim=0)
+        u = torch.nn.functional.normalize(torch.randn(k, 4, dtype=torch.float64), dim=1)
+        gradient = (strengths[:, None, None] * u[:, :, None] * v).flatten(0, 1)
+        full, grouped = (
+            diagnostics.measure(
+                gradient, gradient, group_muon.separate(k, 4, g), **diagnostics.IDEAL
+            )[0]
+            for g in ("all", "1")
+        )
+        comparison = diagnostics.compare(grouped, full, lr=0.1)
+        gain = (strengths.sum() - strengths.norm()).item()
+        assert comparison.gain == pytest.approx(gain, abs=1e-12)
+        assert comparison.ideal_cost == (k - 1,) * 4
+        assert comparison.norm_cost == pytest.approx(k - 1)
+        beta = 3.0
+        difference = grouped.guaranteed_decrease(0.1, beta) - full.guaranteed_decrease(0.1, beta)
+        assert difference / 0.1 == pytest.approx(gain - (k - 1) * beta * 0.1 / 2)
+        if k > 1:
+            assert comparison.pays == "below"
+            assert comparison.break_even == pytest.approx(2 * gain / (0.1 * (k - 1)))
+
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_against_literal_formulas(self, exact):
+        torch.manual_seed(0)
+        direction, gradient = torch.randn(2, 72, 24)
+        layout = group_muon.packed_qkv(6, 4, q="2", k="all", v="1")
+        whole, q, k, v = diagnostics.measure(
+            direction, gradient, layout, exact=exact, method="exact", precision="float64",
+            base_scale="moonlight", rank_tolerance=1e-9,
+        )  # fmt: skip
+        assert [part.segment for part in (whole, q, k, v)] == ["", "q", "k", "v"]
+        assert [part.blocks for part in (whole, q, k, v)] == [10, 3, 1, 6]
+        groups = {"q": (0, 8), "k": (24, 24), "v": (48, 4)}
+        for part in (q, k, v):
+            first, size = groups[part.segment]
+            blocks = direction[first : first + 24].double().split(size)
+            scale = 0.2 * math.sqrt(24)
+            updates = torch.cat([polar(block) for block in blocks])
+            sigma = [torch.linalg.svdvals(block) for block in blocks]
+            assert part.nuclear_norm == pytest.approx(sum(s.sum().item() for s in sigma), rel=1e-6)
+            stable = sum((s.square().sum() / s[0] ** 2).item() for s in sigma)
+            assert part.stable_rank == pytest.approx(stable, rel=1e-6)
+            entropy = [torch.special.entr(s / s.sum()).sum().exp().item() for s in sigma]
+            assert part.effective_rank == pytest.approx(sum(entropy), rel=1e-3)
+            for rank, tolerance in zip(part.ranks, (1e-1, 1e-2, 1e-3, 24 * 2**-23)):
+                assert rank == sum((s > tolerance * s[0]).sum().item() for s in sigma)
+            inner = (gradient[first : first + 24].double() * updates).sum().item()
+            assert part.first_order == pytest.approx(scale * inner, rel=1e-5)
+            assert part.squared_norm == pytest.approx(24, rel=1e-6)
+            assert part.step_squared_norm == pytest.approx(24 * scale**2, rel=1e-6)
+            before = direction[first : first + 24].reshape(6, -1).norm(dim=1)
+            assert part.head_norms == pytest.approx(before.tolist(), rel=1e-5)
+            after = updates.reshape(6, -1).norm(dim=1)
+            assert part.whitened_head_norms == pytest.approx(after.tolist(), rel=1e-5)
+        assert whole.first_order == pytest.approx(q.first_order + k.first_order + v.first_order)
+
+    def test_a_parameter_of_an_optimizer(self):
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.randn(72, 24))
+        layout = group_muon.packed_qkv(6, 4, q="2:random", k="2:random")
+        optimizer = group_muon.GroupMuon([("w", weight)], lr=0.1, layout=layout)
+        for _ in range(2):
+            weight.grad = torch.randn(72, 24)
+            optimizer.step()
+        weight.grad = torch.randn(72, 24)
+        buffer = optimizer.state[weight]["momentum_buffer"]
+        expected = weight.grad + 0.95 * (0.95 * buffer + weight.grad)
+        assert torch.allclose(diagnostics.look_ahead(optimizer, weight), expected, atol=1e-5)
+        kept = weight.detach().clone(), buffer.clone()
+        table = diagnostics.of_parameter(optimizer, weight, ["1", "2:random"])
+        assert list(table) == ["packed", "three-way", "1", "2:random"]
+        assert torch.equal(weight, kept[0]) and torch.equal(buffer, kept[1])
+        # The norm of the step that is then made, with the same random groups in Q and K, is the one measured.
+        q = table["2:random"][1]
+        optimizer.step()
+        made = (kept[0] - weight.detach())[:24].square().sum().item()
+        assert made == pytest.approx(0.01 * q.step_squared_norm, rel=0.02)
+        assert math.isnan(table["packed"][1].nuclear_norm)
+        against_packed = diagnostics.compare(table["1"][0], table["packed"][0], lr=0.1)
+        assert against_packed.gain > 0
+        assert diagnostics.imbalance(q.whitened_head_norms) < diagnostics.imbalance((1.0, 2.0))
+
+    def test_wrong_use(self):
+        gradient = torch.randn(24, 8)
+        layout = group_muon.separate(6, 4)
+        with pytest.raises(TypeError, match="no option 'metod'"):
+            diagnostics.measure(gradient, gradient, layout, metod="exact")
+        with pytest.raises(ValueError, match="shape"):
+            diagnostics.measure(gradient, torch.randn(3, 3), layout)
+        with pytest.raises(ValueError, match="lr should be above 0"):
+            part = diagnostics.measure(gradient, gradient, layout)[0]
+            diagnostics.compare(part, part, lr=0)
+        weight = torch.nn.Parameter(torch.randn(24, 8))
+        optimizer = group_muon.GroupMuon([weight])
+        with pytest.raises(ValueError, match="no gradient"):
+            diagnostics.of_parameter(optimizer, weight, ["1"])
+        weight.grad = gradient
+        with pytest.raises(ValueError, match="no heads"):
+            diagnostics.of_parameter(optimizer, weight, ["1"])
+        with pytest.raises(ValueError, match="does not have this parameter"):
+            diagnostics.look_ahead(optimizer, torch.nn.Parameter(gradient))
+
+    def test_the_example_prints_its_closed_forms(self):
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples/aligned_low_rank.py"], capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        rows = re.findall(r"^ *(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", done.stdout, re.M)
+        assert len(rows) == 12
+        for k, gain, closed, cost, closed_cost in rows:
+            k = int(k)
+            assert float(closed) == pytest.approx(k - math.sqrt(k), abs=1e-6)
+            assert gain == closed and cost == closed_cost
+
+
+def lines_of(run):
+    return [json.loads(line) for line in (run / "diagnostics.jsonl").read_text().splitlines()]
+
+
+class TestInTraining:
+    def test_what_is_written(self, tmp_path, data):
+        run = tmp_path / "run"
+        train(data, run, **{"diagnose-every": 5, "diagnose-exact": "true"})
+        lines = lines_of(run)
+        assert sorted({line["step"] for line in lines}) == [0, 5, 10]
+        # steps · layers · (gradient, momentum) · (packed, three-way, 1, 2:random) · (qkv, q, k, v)
+        assert len(lines) == 3 * 2 * 2 * 4 * 4
+        assert {line["grouping"] for line in lines} == {"packed", "three-way", "1", "2:random"}
+        for line in lines:
+            if line["grouping"] in ("1", "2:random"):
+                against = line["against three-way"]
+                assert against["gain"] > -1e-6
+                if line["part"] == "qkv":
+                    assert line["against packed"]["gain"] > -1e-6
+                else:
+                    assert "gain" not in line["against packed"]
+                assert 0 <= line["ranks"][0] <= line["ranks"][3] <= line["rows"]
+            assert (line["part"] == "qkv") == ("imbalance" not in line)
+        # The update of the grouping that trains is the one in the metrics.
+        first = [
+            line["step_squared_norm"] * line["lr"] ** 2
+            for line in lines
+            if (line["step"], line["of"]) == (0, "momentum")
+            and (line["part"], line["grouping"]) in (("q", "2:random"), ("k", "2:random"), ("v", "three-way"))
+        ]  # fmt: skip
+        assert len(first) == 6
+        step = next(line for line in curve(run) if line["step"] == 1 and "loss" in line)
+        assert math.sqrt(sum(first)) == pytest.approx(step["update_norm/qkv"], rel=0.01)
+
+    def test_nothing_else_changes(self, tmp_path, data):
+        train(data, tmp_path / "off")
+        for name, options in {
+            "estimate": {"diagnose-every": 1},
+            "exact": {"diagnose-every": 3, "diagnose-exact": "true", "diagnose-groups": "1, 2:interval"},
+        }.items():  # fmt: skip
+            train(data, tmp_path / name, **options)
+            assert curve(tmp_path / name) == curve(tmp_path / "off")
+            assert last_weights(tmp_path / name) == last_weights(tmp_path / "off")
+        assert not (tmp_path / "off/diagnostics.jsonl").exists()
+        estimate = [line for line in lines_of(tmp_path / "estimate") if line["step"] % 3 == 0]
+        exact = lines_of(tmp_path / "exact")
+        for one, other in zip(
+            [line for line in estimate if line["grouping"] in ("packed", "three-way", "1")],
+            [line for line in exact if line["grouping"] in ("packed", "three-way", "1")],
+            strict=True,
+        ):
+            for key in ("nuclear_norm", "ranks", "stable_rank", "squared_norm", "first_order"):
+                if key in other:
+                    assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+    def test_after_kill_9_the_record_is_whole(self, tmp_path, data):
+        options = {"steps": 400, "checkpoint-interval": 9, "diagnose-every": 4}
+        train(data, tmp_path / "whole", **options)
+        run = tmp_path / "cut"
+        command = [PROGRAM, "train", *arguments(data, run, **options)]
+        for delay in (1.2, 1.6, None):
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ) as process:
+                try:
+                    process.wait(timeout=delay)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGKILL)
+            if (run / "config.toml").exists():
+                command = [PROGRAM, "train", "--resume", run]
+        assert process.returncode == 0
+        assert lines_of(run) == lines_of(tmp_path / "whole")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"diagnose-groups": "3:random"}, "diagnose-groups: grouping '3:random'"),
+            ({"diagnose-groups": "2:rndom"}, "diagnose-groups"),
+            ({"diagnose-every": -1}, "diagnose-every"),
+        ],
+    )
+    def test_wrong_words(self, tmp_path, data, options, message):
+        done = train(data, tmp_path / "run", check=False, **options)
+        assert done.returncode == 1
+        assert message in done.stderr
+
+
+def hashes(folder):
+    return {
+        path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+class TestAnalyze:
+    def test_the_table_the_file_and_an_untouched_run(self, tmp_path, data):
+        run = tmp_path / "run"
+        train(data, run)
+        before = hashes(run)
+        done = program("analyze", run, "--json", tmp_path / "analysis.json", "--factors", "0.1,1")
+        assert hashes(run) == before
+        assert "checkpoint " + str(run) in done.stdout
+        rows = re.findall(r"^(\d\.[qkv]|all) .* (yes|no)$", done.stdout, re.M)
+        assert [name for name, _ in rows] == ["0.q", "0.k", "0.v", "1.q", "1.k", "1.v", "all"]
+        analysis = json.loads((tmp_path / "analysis.json").read_text())
+        assert 0 < analysis["noise"] < 1e-5
+        agreed = sum(m["favoured"] == m["best"] for m in analysis["matrices"][:-1])
+        assert f"for {agreed} of 6 matrices" in done.stdout
+        for matrix in analysis["matrices"]:
+            names = [candidate["grouping"] for candidate in matrix["candidates"]]
+            assert names == ["packed", "three-way", "1", "2:random"]
+            full = matrix["candidates"][1]
+            best = max(
+                matrix["candidates"],
+                key=lambda c: next(
+                    s["decrease"] for s in c["steps"] if s["factor"] == 1 and not s["rescaled"]
+                ),
+            )
+            assert best["grouping"] == matrix["best"]
+            for candidate in matrix["candidates"]:
+                for step in candidate["steps"]:
+                    predicted = step["first_order"] - step["curvature"] / 2 * step["norm"] ** 2
+                    assert predicted == pytest.approx(step["decrease"], abs=1e-9)
+                    if step["rescaled"]:
+                        same = next(s for s in full["steps"] if s["factor"] == step["factor"])
+                        assert step["norm"] == pytest.approx(same["norm"])
+                    if step["factor"] == 0.1:  # so small that the first order is most of it
+                        assert step["decrease"] == pytest.approx(
+                            step["first_order"], rel=0.3, abs=1e-4
+                        )
+
+    def test_the_direct_test_is_what_plain_pytorch_computes(self, tmp_path, data):
+        """Loss before and after the three-way step of all QKV matrices, by the reference model."""
+        run = tmp_path / "run"
+        exact = {"kernels": "portable", "method": "exact", "muon-precision": "float64"}
+        train(data, run, steps=12, **exact)
+        checkpoint = run / "checkpoints/step-000008"
+        program("analyze", checkpoint, "--json", tmp_path / "a.json", "--factors", "1")
+        analysis = json.loads((tmp_path / "a.json").read_text())
+        assert analysis["step"] == 8
+        model = Gpt(layers=2, heads=4, width=32, vocabulary=64)
+        weights = load_file(checkpoint / "model.safetensors")
+        model.load_state_dict(weights, strict="lm_head.weight" in weights)
+        tokens = batch_at(read_tokens(data / "train_000000.bin"), 8, 8, 16)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        assert analysis["loss"] == pytest.approx(loss.item(), abs=1e-6)
+        buffers = load_file(checkpoint / "optimizer.safetensors")
+        inner = squares = 0.0
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "c_attn" not in name:
+                    continue
+                momentum = next(b for key, b in buffers.items() if key.endswith(name))
+                ahead = weight.grad + 0.95 * (0.95 * momentum + weight.grad)
+                update = torch.cat([polar(part.double()) for part in ahead.split(32)])
+                step = analysis["lr"] * math.sqrt(32) * update
+                inner += (weight.grad * step).sum().item()
+                squares += step.square().sum().item()
+                weight -= step
+            after = model(tokens[:, :-1], tokens[:, 1:]).item()
+        tried = analysis["matrices"][-1]["candidates"][1]["steps"][0]
+        assert tried["first_order"] == pytest.approx(inner, rel=1e-4)
+        assert tried["norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
+        assert tried["decrease"] == pytest.approx(loss.item() - after, abs=2e-6)
+
+    def test_estimates_layers_and_sequences(self, tmp_path, data):
+        run = tmp_path / "run"
+        train(data, run)
+        done = program(
+            "analyze", run, "--layers", "1", "--sequences", 2, "--estimate", "--groups", "1", "--factors", 1
+        )  # fmt: skip
+        assert re.findall(r"^(\d\.[qkv]|all) ", done.stdout, re.M) == ["1.q", "1.k", "1.v", "all"]
+
+    def test_a_checkpoint_of_another_model_is_refused(self, tmp_path, data):
+        train(data, tmp_path / "run")
+        train(data, tmp_path / "other", width=48, layers=1)
+        shutil.rmtree(tmp_path / "run/checkpoints")
+        shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "run/checkpoints")
+        done = program("analyze", tmp_path / "run", check=False)
+        assert done.returncode == 1
+        assert "is not of the model that" in done.stderr and "config.toml describes" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--factors", "0.5,2"], "one of the factors should be 1"),
+            (["--factors", "1,-1"], "factors should be above 0"),
+            (["--layers", "7"], "there is no 7"),
+            (["--groups", "3"], "grouping '3'"),
+            (["--data", "/nowhere"], "/nowhere"),
+            (["--facotrs", "1"], "did you mean --factors"),
+        ],
+    )
+    def test_wrong_words(self, tmp_path, data, words, message):
+        run = tmp_path / "run"
+        train(data, run, steps=4)
+        done = program("analyze", run, *words, check=False)
+        assert done.returncode != 0
+        assert message in done.stderr
+
+    def test_no_checkpoint_and_no_run(self, tmp_path):
+        done = program("analyze", tmp_path / "nothing", check=False)
+        assert done.returncode == 1 and "nothing" in done.stderr
+
+    def test_the_124m_model(self, tmp_path):
+        data = tmp_path / "data"
+        data.mkdir()
+        generator = numpy.random.default_rng(0)
+        for split in ("train", "val"):
+            write_shard(data / f"fineweb_{split}_000000.bin", generator.integers(0, 50257, 4000))
+        run = tmp_path / "run"
+        program(
+            "train", ROOT / "configs/gpt2-paper.toml", "--data", data, "--out", run, "--batch", 1,
+            "--steps", 1, "--warmdown", 0, "--validation-tokens", 128, "--context", 128,
+        )  # fmt: skip
+        done = program(
+            "analyze", run, "--layers", "5", "--groups", "6:random", "--factors", 1, "--estimate",
+            "--sequences", 1,
+        )  # fmt: skip
+        assert re.findall(r"^(\d\.[qkv]|all) ", done.stdout, re.M) == ["5.q", "5.k", "5.v", "all"]

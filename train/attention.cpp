@@ -1,0 +1,174 @@
+#include "train/attention.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "train/metrics.h"
+
+namespace train {
+namespace {
+
+using group_muon::Whitening;
+using Json = nlohmann::ordered_json;
+
+constexpr size_t kPacked = 0, kThreeWay = 1;  // of the candidates
+constexpr const char* kAttentionWeight = "attn.c_attn.weight";
+
+// Every g that divides the heads, but all of them at once.
+std::string all_sizes(int64_t heads) {
+  std::string list;
+  for (int64_t g = 1; g < heads; ++g) {
+    if (heads % g != 0) continue;
+    list.append(list.empty() ? "" : ",").append(std::to_string(g)).append(g > 1 ? ":random" : "");
+  }
+  return list;
+}
+
+std::string trimmed(const std::string& text) {
+  const auto first = text.find_first_not_of(' ');
+  return first == std::string::npos ? ""
+                                    : text.substr(first, text.find_last_not_of(' ') - first + 1);
+}
+
+// JSON has no NaN.
+Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+Json to_json(const group_muon::Comparison& comparison) {
+  Json json;
+  if (comparison.gain) {
+    json["gain"] = number(*comparison.gain);
+    json["ideal_cost"] = *comparison.ideal_cost;
+  }
+  json["norm_cost"] = number(comparison.norm_cost);
+  json["first_order_gain"] = number(comparison.first_order_gain);
+  json["pays"] = group_muon::to_string(comparison.break_even.pays);
+  json["break_even"] = number(comparison.break_even.beta);
+  return json;
+}
+
+}  // namespace
+
+Json whitening_json(const Whitening& part) {
+  Json json{{"rows", part.rows}, {"cols", part.cols}};
+  if (part.of_blocks) {
+    json["blocks"] = part.blocks;
+    json["nuclear_norm"] = number(part.of_blocks->nuclear_norm);
+    json["ranks"] = part.of_blocks->ranks;
+    json["stable_rank"] = number(part.of_blocks->stable_rank);
+    json["effective_rank"] = number(part.of_blocks->effective_rank);
+    if (!part.of_blocks->quantiles.empty()) json["spectrum"] = part.of_blocks->quantiles;
+  }
+  json["first_order"] = number(part.first_order);
+  json["squared_norm"] = number(part.squared_norm);
+  json["step_squared_norm"] = number(part.step_squared_norm);
+  if (!part.head_norms.empty()) {
+    json["imbalance"] = group_muon::imbalance(part.head_norms);
+    json["whitened_imbalance"] = group_muon::imbalance(part.whitened_head_norms);
+  }
+  return json;
+}
+
+std::vector<Candidate> make_candidates(const gpt::ModelShape& shape, const std::string& groupings) {
+  const group_muon::AttentionShape attention{
+      .heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()};
+  std::vector<Candidate> candidates = {
+      {"packed", group_muon::plain()}, {"three-way", group_muon::packed_qkv(attention)}};
+  std::istringstream list(groupings.empty() ? all_sizes(shape.key_heads()) : groupings);
+  for (std::string item; std::getline(list, item, ',');) {
+    const std::string text = trimmed(item);
+    const auto schedule = group_muon::parse_schedule(text);
+    for (const int64_t heads : {shape.heads, shape.key_heads()}) {
+      group_muon::checked(schedule, heads, c10::str("grouping '", text, "': "));
+    }
+    candidates.push_back(
+        {text, group_muon::packed_qkv(attention, {.q = schedule, .k = schedule, .v = schedule})});
+  }
+  return candidates;
+}
+
+std::vector<AttentionWeight> attention_weights(group_muon::GroupMuon& muon) {
+  std::vector<AttentionWeight> weights;
+  for (const auto& [options, batch] : muon.next_step()) {
+    for (const auto& weight : batch) {
+      const std::string_view name = weight.name, end = kAttentionWeight;
+      if (name.size() >= end.size() && name.substr(name.size() - end.size()) == end) {
+        weights.push_back({weight, options});
+      }
+    }
+  }
+  return weights;
+}
+
+std::vector<std::vector<Measured>> measure_weights(
+    const std::vector<AttentionWeight>& weights, const std::vector<Candidate>& candidates,
+    group_muon::Accuracy accuracy) {
+  std::vector<std::vector<Measured>> results;
+  std::vector<std::vector<torch::Tensor>> directions;
+  for (const auto& [weight, options] : weights) {
+    auto& measured = results.emplace_back();
+    for (const char* of : {"gradient", "momentum"}) {
+      measured.push_back({of, std::vector<std::vector<Whitening>>(candidates.size())});
+    }
+    directions.push_back({weight.grad, group_muon::look_ahead(weight, options)});
+  }
+  // Decompositions of small matrices keep one thread busy each.
+  const auto tensors = static_cast<int64_t>(2 * weights.size());
+  const auto count = tensors * static_cast<int64_t>(candidates.size());
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const size_t w = i % tensors / 2, t = i % 2, c = i / tensors;
+      auto cut = weights[w].weight;
+      cut.layout = candidates[c].layout;
+      results[w][t].by_candidate[c] = group_muon::measure(
+          directions[w][t], cut, candidates[kThreeWay].layout, weights[w].options, accuracy);
+    }
+  });
+  return results;
+}
+
+DiagnosticsLog::DiagnosticsLog(
+    const std::string& folder, int64_t step, std::vector<Candidate> candidates,
+    group_muon::Accuracy accuracy)
+    : lines_(
+          cut_back(
+              folder + "/diagnostics.jsonl",
+              [step](int64_t of_line, bool) { return of_line < step; }),
+          /*append=*/true),
+      candidates_(std::move(candidates)),
+      accuracy_(accuracy) {}
+
+void DiagnosticsLog::write(int64_t step, group_muon::GroupMuon& muon) {
+  std::string lines;
+  const auto weights = attention_weights(muon);
+  const auto measured = measure_weights(weights, candidates_, accuracy_);
+  for (size_t w = 0; w < weights.size(); ++w) {
+    const auto& weight = weights[w];
+    for (const auto& [of, by_candidate] : measured[w]) {
+      for (size_t i = 0; i < candidates_.size(); ++i) {
+        for (size_t part = 0; part < by_candidate[i].size(); ++part) {
+          const auto& whitening = by_candidate[i][part];
+          Json line{{"step", step},
+                    {"weight", weight.weight.name},
+                    {"part", part == 0 ? "qkv" : whitening.segment},
+                    {"of", of},
+                    {"grouping", candidates_[i].name},
+                    {"lr", weight.weight.lr}};
+          line.update(whitening_json(whitening));
+          for (const size_t full : {kPacked, kThreeWay}) {
+            if (i == full || weight.weight.lr == 0) continue;
+            line["against " + candidates_[full].name] =
+                to_json(group_muon::compare(whitening, by_candidate[full][part], weight.weight.lr));
+          }
+          lines.append(line.dump()).append("\n");
+        }
+      }
+    }
+  }
+  lines_.write(lines);
+}
+
+}  // namespace train

@@ -21,6 +21,7 @@ struct AnalyzeArguments {
 void run(const AnalyzeArguments& arguments) {
   auto options = arguments.options;
   options.exact = !arguments.estimate;
+  if (!arguments.json.empty()) train::replace_file(arguments.json, "{}\n");  // can be written
   const auto analysis = train::analyze(options, [](double part) {
     char text[64];
     std::snprintf(text, sizeof text, "analyzing %3.0f%%", 100 * part);
@@ -52,6 +53,9 @@ void add_analyze(CLI::App& app) {
       "Groupings of Q, K and V besides packed and three-way, as 1,2:random,6:random; by default "
       "every size, at "
       "random");
+  command->add_option(
+      "--lr", options.lr,
+      "Learning rate; by default that of the next step, and of a finished run its peak");
   command->add_option("--factors", options.factors, "On the learning rate; one is 1")
       ->delimiter(',')
       ->capture_default_str();

@@ -12,22 +12,12 @@ namespace {
 
 using at::Tensor;
 
-// Relative to the largest singular value, what rounding of the data leaves of a smaller one.
-double machine_tolerance(const Tensor& blocks) {
-  const double epsilon = blocks.scalar_type() == at::kDouble
-                             ? std::numeric_limits<double>::epsilon()
-                             : std::numeric_limits<float>::epsilon();
-  return static_cast<double>(std::max(blocks.size(1), blocks.size(2))) * epsilon;
-}
-
-std::array<double, kRanks> tolerances_for(const Tensor& blocks) {
+std::array<double, kRanks> tolerances_for(const Tensor& blocks, c10::ScalarType data) {
   std::array<double, kRanks> tolerances = {};
   std::copy(kRankTolerances.begin(), kRankTolerances.end(), tolerances.begin());
-  tolerances.back() = machine_tolerance(blocks);
+  tolerances.back() = default_rank_tolerance(data, data, std::max(blocks.size(1), blocks.size(2)));
   return tolerances;
 }
-
-constexpr int64_t kQuantiles = 16;
 
 double sum_of(const Tensor& tensor) { return tensor.sum().item<double>(); }
 
@@ -47,9 +37,11 @@ Spectra spectra_of(const Tensor& sigma, const std::array<double, kRanks>& tolera
   const Tensor share = sigma / at::where(zero, one, sums);
   const Tensor entropy = -at::xlogy(share, share).sum(-1, true);
   result.effective_rank = sum_of(entropy.exp().masked_fill(zero, 0));
+  result.count = sigma.size(0);
   const Tensor mean = relative.mean(0);
-  for (int64_t i = 0; i <= kQuantiles; ++i) {
-    result.quantiles.push_back(mean[i * (mean.size(0) - 1) / kQuantiles].item<double>());
+  const auto last = static_cast<int64_t>(result.quantiles.size()) - 1;
+  for (int64_t i = 0; i <= last; ++i) {
+    result.quantiles[i] = mean[i * (mean.size(0) - 1) / last].item<double>();
   }
   return result;
 }
@@ -106,17 +98,18 @@ struct Update {
 
 template <typename Use>
 Update update_of(const Tensor& x, const Weight& weight, const StepOptions& options, Use&& use) {
-  auto orthogonalization = options.orthogonalize;
-  if (orthogonalization.rank_tolerance == 0) {
-    orthogonalization.rank_tolerance = default_rank_tolerance(
-        weight.value.scalar_type(), orthogonalization.precision, std::max(x.size(1), x.size(2)));
-  }
   Update update{
       at::zeros_like(x, at::MemoryFormat::Contiguous),
       at::zeros({x.size(1)}, x.options().dtype(at::kDouble))};
   for (const auto& slot : slots_of(weight, options)) {
     const Tensor blocks = blocks_of(x, slot), index = index_of(slot.rows, x);
     use(slot, blocks);
+    auto orthogonalization = options.orthogonalize;
+    if (orthogonalization.rank_tolerance == 0) {  // as the step has it
+      orthogonalization.rank_tolerance = default_rank_tolerance(
+          weight.value.scalar_type(), orthogonalization.precision,
+          std::max(blocks.size(1), blocks.size(2)));
+    }
     const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
     update.o.index_copy_(1, index, white.view({x.size(0), -1, x.size(2)}));
     update.scale.index_fill_(0, index, slot.scale);
@@ -128,30 +121,54 @@ Tensor fp32_at_least(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? tensor : tensor.to(at::kFloat);
 }
 
-void add(Spectra& sum, const Spectra& more) {
-  sum.nuclear_norm += more.nuclear_norm;
-  for (size_t i = 0; i < kRanks; ++i) sum.ranks[i] += more.ranks[i];
-  sum.stable_rank += more.stable_rank;
-  sum.effective_rank += more.effective_rank;
-}
-
 }  // namespace
 
 Spectra no_spectra() {
   Spectra none;
   none.nuclear_norm = none.stable_rank = none.effective_rank = std::nan("");
   none.ranks.fill(std::nan(""));
+  none.quantiles.fill(std::nan(""));
   return none;
+}
+
+Spectra operator+(const Spectra& a, const Spectra& b) {
+  Spectra sum = a;
+  sum.nuclear_norm += b.nuclear_norm;
+  for (size_t i = 0; i < kRanks; ++i) sum.ranks[i] += b.ranks[i];
+  sum.stable_rank += b.stable_rank;
+  sum.effective_rank += b.effective_rank;
+  sum.count += b.count;
+  const double share =
+      sum.count == 0 ? 0 : static_cast<double>(b.count) / static_cast<double>(sum.count);
+  for (size_t i = 0; i < sum.quantiles.size(); ++i) {
+    sum.quantiles[i] += share * (b.quantiles[i] - a.quantiles[i]);
+  }
+  return sum;
+}
+
+Whitening operator+(const Whitening& a, const Whitening& b) {
+  Whitening sum = a;
+  sum.rows += b.rows;
+  sum.blocks += b.blocks;
+  sum.of_blocks.reset();
+  if (a.of_blocks && b.of_blocks) sum.of_blocks = *a.of_blocks + *b.of_blocks;
+  sum.first_order += b.first_order;
+  sum.squared_norm += b.squared_norm;
+  sum.step_squared_norm += b.step_squared_norm;
+  sum.head_norms.insert(sum.head_norms.end(), b.head_norms.begin(), b.head_norms.end());
+  sum.whitened_head_norms.insert(
+      sum.whitened_head_norms.end(), b.whitened_head_norms.begin(), b.whitened_head_norms.end());
+  return sum;
 }
 
 Tensor singular_values(const Tensor& blocks) { return at::linalg_svdvals(blocks.to(at::kDouble)); }
 
-Spectra spectra(const Tensor& blocks, Accuracy accuracy) {
+Spectra spectra(const Tensor& blocks, Accuracy accuracy, std::optional<c10::ScalarType> data) {
   TORCH_CHECK_VALUE(
       blocks.dim() == 3, "group_muon: spectra needs [count, rows, cols], not a tensor of shape ",
       blocks.sizes());
   if (blocks.numel() == 0) return {};
-  auto tolerances = tolerances_for(blocks);
+  auto tolerances = tolerances_for(blocks, data.value_or(blocks.scalar_type()));
   if (!std::isfinite(blocks.abs().max().item<double>())) return no_spectra();  // LAPACK refuses NaN
   if (accuracy == Accuracy::kExact) return spectra_of(singular_values(blocks), tolerances);
   tolerances.back() = std::max(tolerances.back(), kSmallestEstimate);
@@ -171,14 +188,19 @@ std::vector<Whitening> measure(
           weight.layout.segments.empty(),
       "group_muon: parameter '", weight.name,
       "' has heads along rows in one layout and along columns in the other");
-  // A plain layout has its lines wherever the heads are.
+  const auto shape = matrix_shape(weight.value.sizes(), weight.layout, weight.name);
+  TORCH_CHECK_VALUE(
+      shape.count == matrix_shape(weight.value.sizes(), reported, weight.name).count,
+      "group_muon: parameter '", weight.name,
+      "' is a stack of matrices in one layout, and not in the other");
+  // One block has its lines wherever the heads are.
   Weight lying = weight;
   if (lying.layout.segments.empty()) lying.layout.axis = reported.axis;
 
   const Tensor x = fp32_at_least(as_lines(direction, lying));
   std::vector<std::pair<Slot, Spectra>> parts;
   const auto [o, scale] = update_of(x, lying, options, [&](const Slot& slot, const Tensor& blocks) {
-    parts.emplace_back(slot, spectra(blocks, accuracy));
+    parts.emplace_back(slot, spectra(blocks, accuracy, direction.scalar_type()));
   });
   // Of every line.
   const auto over_line = [](const Tensor& tensor) { return tensor.sum({0, 2}); };
@@ -187,14 +209,15 @@ std::vector<Whitening> measure(
   const Tensor squares = over_line(fine.square()), step_squares = squares * scale.square();
   const Tensor before = over_line(x.to(at::kDouble).square());
 
+  const bool by_rows = lying.layout.axis == Axis::kRows;
   std::vector<Whitening> results;
   auto& whole = results.emplace_back();
-  whole.rows = x.size(0) * x.size(1);
-  whole.cols = x.size(2);
+  whole.rows = shape.count * shape.rows;
+  whole.cols = shape.cols;
   whole.of_blocks = Spectra{};
   for (const auto& [slot, part] : parts) {
     whole.blocks += slot.blocks();
-    add(*whole.of_blocks, part);
+    whole.of_blocks = *whole.of_blocks + part;
   }
   whole.first_order = sum_of(first_order);
   whole.squared_norm = sum_of(squares);
@@ -205,8 +228,8 @@ std::vector<Whitening> measure(
     const Tensor index = index_of(lines, x);
     auto& result = results.emplace_back();
     result.segment = segment.name;
-    result.rows = x.size(0) * segment.num_rows();
-    result.cols = x.size(2);
+    result.rows = shape.count * (by_rows ? segment.num_rows() : shape.rows);
+    result.cols = by_rows ? shape.cols : segment.num_rows();
     for (const auto& [slot, part] : parts) {
       auto covered = slot.rows;
       std::sort(covered.begin(), covered.end());
@@ -238,7 +261,11 @@ double guaranteed_decrease(const Whitening& update, double lr, double beta) {
 }
 
 Comparison compare(const Whitening& grouped, const Whitening& full, double lr) {
-  TORCH_CHECK_VALUE(lr > 0, "group_muon: lr should be above 0, not ", lr);
+  TORCH_CHECK_VALUE(lr >= 0, "group_muon: lr should be 0 or more, not ", lr);
+  TORCH_CHECK_VALUE(
+      grouped.rows == full.rows && grouped.cols == full.cols,
+      "group_muon: what is compared should be of one shape, not ", grouped.rows, "x", grouped.cols,
+      " and ", full.rows, "x", full.cols);
   Comparison result;
   if (grouped.of_blocks && full.of_blocks) {
     result.gain = grouped.of_blocks->nuclear_norm - full.of_blocks->nuclear_norm;
@@ -253,7 +280,9 @@ Comparison compare(const Whitening& grouped, const Whitening& full, double lr) {
   const double cost = grouped.step_squared_norm - full.step_squared_norm;
   const double gain = result.first_order_gain;
   using Pays = BreakEven::Pays;
-  if (cost == 0 || (gain > 0) != (cost > 0)) {
+  if (lr == 0 || std::isnan(gain) || std::isnan(cost)) {
+    result.break_even.pays = Pays::kUnknown;
+  } else if (cost == 0 || (gain > 0) != (cost > 0)) {
     result.break_even.pays = gain > 0 ? Pays::kAlways : Pays::kNever;
   } else {
     result.break_even = {cost > 0 ? Pays::kBelow : Pays::kAbove, 2 * gain / (lr * cost)};
@@ -269,14 +298,16 @@ std::string to_string(BreakEven::Pays pays) {
       return "never";
     case BreakEven::Pays::kBelow:
       return "below";
-    default:
+    case BreakEven::Pays::kAbove:
       return "above";
+    default:
+      return "unknown";
   }
 }
 
 std::string to_string(const BreakEven& break_even) {
   using Pays = BreakEven::Pays;
-  if (break_even.pays == Pays::kAlways || break_even.pays == Pays::kNever) {
+  if (break_even.pays != Pays::kBelow && break_even.pays != Pays::kAbove) {
     return to_string(break_even.pays);
   }
   return c10::str("as long as β ", break_even.pays == Pays::kBelow ? "< " : "> ", break_even.beta);

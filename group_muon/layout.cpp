@@ -192,6 +192,11 @@ Layout stacked(Layout layout) {
   return layout;
 }
 
+Layout as_one_block(Layout layout) {
+  layout.segments.clear();
+  return layout;
+}
+
 bool has_segment(const Layout& layout, std::string_view segment) {
   return std::any_of(layout.segments.begin(), layout.segments.end(), [&](const Segment& other) {
     return segment.empty() || other.name == segment;

@@ -91,6 +91,9 @@ Layout transposed(Layout layout);
 /// Each matrix of a weight with leading dimensions (experts × out × in) has this layout.
 Layout stacked(Layout layout);
 
+/// The same weight, stored the same way, as one block: packed.
+Layout as_one_block(Layout layout);
+
 /// Whether the layout has a segment of that name ("" for any).
 bool has_segment(const Layout& layout, std::string_view segment);
 

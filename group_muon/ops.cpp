@@ -61,36 +61,47 @@ Layout checked_layout(const Tensor& weight, const std::string& layout, const std
   return checked(parse_layout(layout), weight.sizes(), name);
 }
 
-// Numbers of each part in the order of Whitening's fields, norms of its heads [parts, heads, before and after], names.
-using MeasureResult = std::tuple<Tensor, Tensor, Texts>;
+Floats spectra_fields(const Spectra& spectra) {
+  Floats fields = {spectra.nuclear_norm};
+  fields.insert(fields.end(), spectra.ranks.begin(), spectra.ranks.end());
+  fields.insert(fields.end(), {spectra.stable_rank, spectra.effective_rank});
+  fields.insert(fields.end(), spectra.quantiles.begin(), spectra.quantiles.end());
+  return fields;
+}
+
+// A part after the other: its numbers in the order of Whitening's fields, the norms of its heads (before, then after), its name.
+using MeasureResult = std::tuple<std::vector<Tensor>, std::vector<Tensor>, Texts>;
 
 MeasureResult as_tensors(const std::vector<Whitening>& parts) {
-  size_t heads = 0;
-  for (const auto& part : parts) heads = std::max(heads, part.head_norms.size());
-  const auto count = static_cast<int64_t>(parts.size());
-  Tensor norms = at::full(
-      {count, static_cast<int64_t>(heads), 2}, std::nan(""), at::TensorOptions(at::kDouble));
-  auto norm = norms.accessor<double, 3>();
-  std::vector<Tensor> rows;
-  Texts segments;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto& part = parts[i];
-    const auto blocks = part.of_blocks.value_or(no_spectra());
+  MeasureResult result;
+  auto& [numbers, norms, segments] = result;
+  for (const auto& part : parts) {
     Floats row = {
-        static_cast<double>(part.rows), static_cast<double>(part.cols),
-        static_cast<double>(part.blocks), blocks.nuclear_norm};
-    row.insert(row.end(), blocks.ranks.begin(), blocks.ranks.end());
-    row.insert(
-        row.end(), {blocks.stable_rank, blocks.effective_rank, part.first_order, part.squared_norm,
-                    part.step_squared_norm});
-    rows.push_back(at::tensor(row, at::kDouble));
-    for (size_t h = 0; h < part.head_norms.size(); ++h) {
-      norm[i][static_cast<int64_t>(h)][0] = part.head_norms[h];
-      norm[i][static_cast<int64_t>(h)][1] = part.whitened_head_norms[h];
-    }
+        static_cast<double>(part.rows),
+        static_cast<double>(part.cols),
+        static_cast<double>(part.blocks),
+        part.first_order,
+        part.squared_norm,
+        part.step_squared_norm};
+    const auto spectra = spectra_fields(part.of_blocks.value_or(no_spectra()));
+    row.insert(row.end(), spectra.begin(), spectra.end());
+    numbers.push_back(at::tensor(row, at::kDouble));
+    norms.push_back(
+        at::stack(
+            {at::tensor(part.head_norms, at::kDouble),
+             at::tensor(part.whitened_head_norms, at::kDouble)}));
     segments.push_back(part.segment);
   }
-  return {at::stack(rows), norms, segments};
+  return result;
+}
+
+Tensor spectra_op(const Tensor& blocks, bool exact) {
+  const auto result = spectra(blocks, exact ? Accuracy::kExact : Accuracy::kEstimate);
+  return at::tensor(spectra_fields(result), at::kDouble);
+}
+
+void check_floating(const Tensor& tensor, const std::string& name) {
+  check_value(tensor, name, /*average=*/true);
 }
 
 // Operators that take all of the step's options, which step_fields lists once for them.
@@ -125,19 +136,36 @@ struct WithOptions<GroupMuonOptions(Options...)> {
     step(list, step_opts);
   }
 
-  static MeasureResult measure(
+  static Weight weight_of(
       const Tensor& direction, const Tensor& gradient, const std::string& layout,
-      const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
-      Options... options) {
+      const std::string& name, int64_t seen_steps) {
+    check_floating(direction, name);
     Weight weight;
     weight.value = direction;
     weight.grad = gradient;
     weight.layout = parse_layout(layout);
     weight.name = weight.partition = name;
     weight.step = seen_steps;
+    return weight;
+  }
+
+  static Tensor scaled_update(
+      const Tensor& direction, const std::string& layout, const std::string& name,
+      int64_t seen_steps, Options... options) {
+    return group_muon::scaled_update(
+        direction, weight_of(direction, direction, layout, name, seen_steps),
+        step_options(step_fields(options...)));
+  }
+
+  static MeasureResult measure(
+      const Tensor& direction, const Tensor& gradient, const std::string& layout,
+      const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
+      Options... options) {
+    check_floating(gradient, name);
     return as_tensors(
         group_muon::measure(
-            direction, weight, parse_layout(heads), step_options(step_fields(options...)),
+            direction, weight_of(direction, gradient, layout, name, seen_steps),
+            parse_layout(heads), step_options(step_fields(options...)),
             exact ? Accuracy::kExact : Accuracy::kEstimate));
   }
 
@@ -162,6 +190,7 @@ using StepOperators = WithOptions<decltype(step_fields)>;
 Tensor look_ahead_op(
     const Tensor& grad, const Tensor& momentum_buffer, double momentum, bool nesterov,
     bool average) {
+  check_floating(grad, "");
   check_momentum(grad, momentum_buffer, "");
   Weight weight;
   weight.grad = grad;
@@ -280,8 +309,16 @@ TORCH_LIBRARY(group_muon, m) {
       std::string(
           "measure(Tensor direction, Tensor gradient, str layout, str heads, str name, int "
           "seen_steps, bool exact, *, ") +
-          kStepSchema + kOrthogonalizeSchema + ") -> (Tensor, Tensor, str[])",
+          kStepSchema + kOrthogonalizeSchema + ") -> (Tensor[], Tensor[], str[])",
       &StepOperators::measure);
+  define(
+      std::string("scaled_update(Tensor direction, str layout, str name, int seen_steps, *, ") +
+          kStepSchema + kOrthogonalizeSchema + ") -> Tensor",
+      &StepOperators::scaled_update);
+  m.def("spectra(Tensor blocks, bool exact) -> Tensor", spectra_op);
+  m.def("as_one_block(str layout) -> str", [](const std::string& layout) {
+    return to_string(as_one_block(parse_layout(layout)));
+  });
   m.def(
       "look_ahead(Tensor grad, Tensor momentum_buffer, float momentum, bool nesterov, bool "
       "average) "

@@ -236,7 +236,7 @@ void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view 
   for (auto& [options, layout] : changes) options->layout(std::move(layout));
 }
 
-std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::next_step() {
+std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::weights_of_next_step() {
   const torch::NoGradGuard no_grad;
   // Parameter groups whose options allow it are stepped together, so that their blocks batch.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
@@ -269,7 +269,7 @@ torch::Tensor GroupMuon::step(LossClosure closure) {
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  for (const auto& [shared, weights] : next_step()) {
+  for (const auto& [shared, weights] : weights_of_next_step()) {
     group_muon::step(weights, shared);
     for (const auto& weight : weights) {
       auto& state = state_of(state_, weight.value, weight.name);

@@ -111,8 +111,8 @@ class GroupMuon : public torch::optim::Optimizer {
   /// parameter group that has one. Momentum is kept.
   void set_grouping(const GroupingSchedule& grouping, std::string_view segment);
 
-  /// The weights with gradients as the next step takes them, those of one kind of options together.
-  std::vector<std::pair<StepOptions, std::vector<Weight>>> next_step();
+  /// The weights with gradients as the next step takes them, those of one kind of options together. Makes no step.
+  std::vector<std::pair<StepOptions, std::vector<Weight>>> weights_of_next_step();
 
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -105,7 +105,6 @@ ShapedSlot plan_segment(
   const auto [rows, cols] = side(grouping.group_size * segment.head_rows);
   const auto [segment_rows, segment_cols] = side(segment.num_rows());
   Slot slot;
-  slot.segment = segment.name;
   slot.axis = by_rows ? 0 : 1;
   slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key));
   slot.groups = segment.num_heads() / grouping.group_size;

@@ -43,7 +43,6 @@ struct StepOptions {
 
 /// The groups of one segment, which lie one after the other in a bucket.
 struct Slot {
-  std::string segment = {};   // its name
   size_t weight = 0;          // index into the list of weights
   int64_t axis = 0;           // 0: heads along rows, 1: along columns
   std::vector<int64_t> rows;  // the segment's rows (or columns), group after group

@@ -53,7 +53,7 @@ class DirectTestTest : public ::testing::Test {
       tensors.push_back(parameter.detach().clone());
       tensors.push_back(parameter.grad().clone());
     }
-    for (const auto& [weight, options] : weights_) tensors.push_back(weight.momentum.clone());
+    for (const auto& weight : weights_) tensors.push_back(weight.weight.momentum.clone());
     return tensors;
   }
 
@@ -145,7 +145,15 @@ TEST_F(DirectTestTest, CandidatesAreNamedAndChecked) {
   gpt::ModelShape paper;
   EXPECT_EQ(make_candidates(paper, "").size(), 7) << "g = 1, 2, 3, 4, 6";
   EXPECT_ERROR_SAYS(make_candidates(kShape, "3:random"), "3:random");
-  EXPECT_ERROR_SAYS(make_candidates(kShape, "1,,2"), "");
+  EXPECT_ERROR_SAYS(make_candidates(kShape, "1,,2"), "missing");
+  EXPECT_ERROR_SAYS(make_candidates(kShape, "1,1"), "the same as 1");
+  EXPECT_ERROR_SAYS(make_candidates(kShape, "all"), "the same as three-way");
+  const auto mixed = make_candidates(kShape, "2:random/all");
+  EXPECT_EQ(mixed[2].layout.segments[2].schedule, candidates_[1].layout.segments[2].schedule);
+  // Fewer key and value heads: whole where g does not divide them.
+  gpt::ModelShape multi_query = kShape;
+  multi_query.kv_heads = 1;
+  EXPECT_EQ(make_candidates(multi_query, "").size(), 4);
 }
 
 }  // namespace

@@ -27,12 +27,17 @@ def records(run: str, name: str) -> list[dict]:
     if not path.exists():
         more = ", train with --diagnose-every" if name == "diagnostics.jsonl" else ""
         sys.exit(f"plot.py: '{run}' has no {name}{more}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [
+        json.loads(line) for line in lines if line.endswith("\n")
+    ]  # the last may be half written
 
 
 def save(figure, out: str) -> None:
-    path = pathlib.Path(out)
-    for target in [path] if path.suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
+    suffix = pathlib.Path(out).suffix
+    if suffix in (".pdf", ".jpg", ".jpeg", ".eps"):
+        sys.exit(f"plot.py: writes .png and .svg, not {suffix}")
+    for target in [out] if suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
         figure.savefig(target, dpi=130)
 
 
@@ -74,7 +79,13 @@ def layer_of(line: dict) -> int:
 
 
 def label_of(grouping: str) -> str:
-    return {"three-way": "whole", "1": "g = 1"}.get(grouping, f"g = {grouping.split(':')[0]}")
+    if grouping == "three-way":
+        return "whole"
+    parts = []
+    for text in grouping.split("/"):
+        g, _, rule = text.partition(":")
+        parts.append(f"g = {g}" if g in ("1", "all") else f"g = {g}, {rule or 'adjacent'}")
+    return " / V ".join(parts)
 
 
 def mean_by_step(lines: list[dict], value) -> tuple[list[int], list[float]]:
@@ -151,6 +162,8 @@ def norms(out: str, run: str, layers: list[int]) -> None:
 def gain(out: str, run: str) -> None:
     lines = [line for line in records(run, "diagnostics.jsonl") if line["part"] in ("q", "k")]
     names = [name for name in groupings_of(lines) if name != "three-way"]
+    if not names:
+        sys.exit(f"plot.py: '{run}' has measured no grouping yet")
     whole = {
         (li["step"], li["weight"], li["part"], li["of"]): li for li in lines if li["grouping"] == "three-way"
     }  # fmt: skip
@@ -168,11 +181,7 @@ def gain(out: str, run: str) -> None:
     figure, row = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for axes, (of, key, base, title) in zip(row, pictures):
         for number, name in enumerate(names):
-            chosen = [
-                li
-                for li in lines
-                if (li["of"], li["grouping"]) == (of, name) and "against three-way" in li
-            ]
+            chosen = [li for li in lines if (li["of"], li["grouping"]) == (of, name)]
             steps, means = mean_by_step(chosen, lambda li, k=key, b=base: share(li, k, b))
             color = COLORS[1 + number % (len(COLORS) - 1)]
             axes.plot(steps, means, label=label_of(name), color=color, **STYLE)

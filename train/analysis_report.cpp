@@ -43,91 +43,128 @@ std::string table(const std::vector<std::vector<std::string>>& rows) {
   return text;
 }
 
-// The best, or "a tie" with those within the noise of it.
-std::string name_of_best(const MatrixResult& matrix, size_t best, bool held_out, double noise) {
-  const auto decrease = [&](const CandidateResult& candidate) {
-    const auto& step = find_step(candidate, 1, false);
-    return held_out ? step.held_out_decrease : step.decrease;
-  };
-  const auto& candidates = matrix.candidates;
-  const double most = decrease(candidates[best]);
-  const auto ties = std::count_if(candidates.begin(), candidates.end(), [&](const auto& candidate) {
-    return most - decrease(candidate) <= 2 * noise;
-  });
-  return candidates[best].candidate + (ties > 1 ? " (tie)" : "");
+// Q, K and V of the layers, without their sums.
+std::vector<const MatrixResult*> single_matrices(const Analysis& analysis) {
+  std::vector<const MatrixResult*> matrices;
+  for (const auto& matrix : analysis.matrices) {
+    const bool is_sum = matrix.name == "all" || matrix.name.find(".qkv") != std::string::npos;
+    if (!is_sum) matrices.push_back(&matrix);
+  }
+  return matrices;
 }
 
 std::string by_matrix(const Analysis& analysis) {
   std::vector<std::vector<std::string>> rows = {
-      {"matrix", "β along full", "criterion favours", "best, same batch", "best, held out",
-       "agree"}};
+      {"matrix", "β along three-way", "2nd/1st order", "criterion favours", "best, same batch",
+       "best, held out", "agrees"}};
   for (const auto& matrix : analysis.matrices) {
+    const auto& verdict = verdict_at(matrix, 1);
+    const auto& full = find_step(matrix.candidates[kThreeWay], 1, false);
+    const double ratio = matrix.beta / 2 * full.norm * full.norm / full.first_order;
     rows.push_back(
-        {matrix.name, format("%.3g", matrix.beta), matrix.candidates[matrix.favoured].candidate,
-         name_of_best(matrix, matrix.best, false, analysis.noise),
-         name_of_best(matrix, matrix.best_held_out, true, analysis.held_out_noise),
-         matrix.favoured == matrix.best ? "yes" : "no"});
+        {matrix.name, format("%.2g ± %.1g", matrix.beta, matrix.beta_noise), format("%.1e", ratio),
+         matrix.candidates[verdict.favoured].candidate, matrix.candidates[verdict.best].candidate,
+         matrix.candidates[verdict.best_held_out].candidate, verdict.agrees ? "yes" : "no"});
   }
   return table(rows);
 }
 
 std::string agreement(const Analysis& analysis) {
+  const auto matrices = single_matrices(analysis);
+  const auto candidates = analysis.matrices.front().candidates.size();
+  std::string text = format(
+      "How often the criterion names the best of %d candidates, or one within the noise of it, for "
+      "%d "
+      "matrices\n(by chance about %.1f); and the first-order term ⟨G, sO⟩ alone:\n\n",
+      static_cast<int>(candidates), static_cast<int>(matrices.size()),
+      static_cast<double>(matrices.size()) / static_cast<double>(candidates));
+  std::vector<std::vector<std::string>> rows = {
+      {"step", "same batch", "⟨G, sO⟩ alone", "held out", "all: favoured", "best",
+       "best, held out"}};
   const auto& all = analysis.matrices.back();
-  const auto count = [&](auto&& agrees) {
-    return static_cast<int>(
-        std::count_if(analysis.matrices.begin(), analysis.matrices.end() - 1, agrees));
-  };
-  const int same = count([](const auto& m) { return m.favoured == m.best; });
-  const int held_out = count([](const auto& m) { return m.favoured == m.best_held_out; });
-  const auto matrices = static_cast<int>(analysis.matrices.size()) - 1;
-  return format(
-             "The criterion names the best of %d candidates for %d of %d matrices on the same "
-             "batch, for "
-             "%d on the held-out one\n(by chance about %.1f).",
-             static_cast<int>(all.candidates.size()), same, matrices, held_out,
-             static_cast<double>(matrices) / static_cast<double>(all.candidates.size())) +
-         " All together it favours " + all.candidates[all.favoured].candidate + "; best was " +
-         all.candidates[all.best].candidate + ", held out " +
-         all.candidates[all.best_held_out].candidate + ".\n";
+  for (const auto& verdict : all.verdicts) {
+    const auto count = [&](auto&& agrees) {
+      return std::to_string(
+          std::count_if(matrices.begin(), matrices.end(), [&](const auto* matrix) {
+            return agrees(verdict_at(*matrix, verdict.factor));
+          }));
+    };
+    rows.push_back(
+        {format("%g lr", verdict.factor), count([](const Verdict& v) { return v.agrees; }),
+         count([](const Verdict& v) { return v.first_order_agrees; }),
+         count([](const Verdict& v) { return v.agrees_held_out; }),
+         all.candidates[verdict.favoured].candidate, all.candidates[verdict.best].candidate,
+         all.candidates[verdict.best_held_out].candidate});
+  }
+  return text + table(rows);
 }
 
-std::string by_candidate(const Analysis& analysis) {
+// "< 12.3", "always", …
+std::string when_it_pays(const CandidateResult& candidate, const CandidateResult& full, double lr) {
+  if (candidate.candidate == full.candidate) return "-";
+  const auto text =
+      to_string(group_muon::compare(candidate.momentum, full.momentum, lr).break_even);
+  const std::string words = "as long as β ";
+  return text.rfind(words, 0) == 0 ? text.substr(words.size()) : text;
+}
+
+std::string gains_and_costs(const Analysis& analysis) {
   const auto& all = analysis.matrices.back();
-  const auto& full = all.candidates[1];
   std::vector<std::vector<std::string>> rows = {
-      {"grouping", "‖O‖²", "⟨G,O⟩", "gain", "pays against three-way, β"}};
-  auto& head = rows.front();
-  for (const auto& step : full.steps) head.push_back(format("decrease at %g lr", step.factor));
-  head.insert(head.end(), {"held out", "same norm", "held out", "β"});
+      {"grouping", "‖G‖_*", "rank at 0.01", "‖O‖²", "⟨G, sO⟩", "‖sO‖²", "pays against packed: β",
+       "against three-way: β"}};
   for (const auto& candidate : all.candidates) {
-    const auto comparison = group_muon::compare(candidate.momentum, full.momentum, analysis.lr);
-    std::string pays = &candidate == &full ? "-" : to_string(comparison.break_even);
-    const std::string words = "as long as β ";
-    if (pays.rfind(words, 0) == 0) pays = pays.substr(words.size());
-    std::vector<std::string> row = {
-        candidate.candidate, format("%.1f", candidate.momentum.squared_norm),
-        format("%.4g", candidate.momentum.first_order),
-        comparison.gain ? format("%.4g", *comparison.gain) : "", pays};
-    for (const auto& step : full.steps) {
-      row.push_back(format("%.3e", find_step(candidate, step.factor, false).decrease));
-    }
-    const auto& plain = find_step(candidate, 1, false);
-    const auto& rescaled = &candidate == &full ? plain : find_step(candidate, 1, true);
-    row.insert(
-        row.end(), {format("%.3e", plain.held_out_decrease), format("%.3e", rescaled.decrease),
-                    format("%.3e", rescaled.held_out_decrease), format("%.3g", plain.curvature)});
-    rows.push_back(row);
+    const auto spectra = candidate.gradient.of_blocks.value_or(group_muon::no_spectra());
+    rows.push_back(
+        {candidate.candidate, format("%.4g", spectra.nuclear_norm),
+         format("%.0f", spectra.ranks[1]), format("%.1f", candidate.momentum.squared_norm),
+         format("%.4g", candidate.momentum.first_order),
+         format("%.4g", candidate.momentum.step_squared_norm),
+         when_it_pays(candidate, all.candidates[kPacked], analysis.lr),
+         when_it_pays(candidate, all.candidates[kThreeWay], analysis.lr)});
   }
   return table(rows);
 }
 
-Json to_json(const MatrixResult& matrix) {
-  Json json{
-      {"matrix", matrix.name},
-      {"beta", matrix.beta},
-      {"favoured", matrix.candidates[matrix.favoured].candidate},
-      {"best", matrix.candidates[matrix.best].candidate},
-      {"best_held_out", matrix.candidates[matrix.best_held_out].candidate}};
+std::string decreases(const Analysis& analysis, bool held_out) {
+  const auto& all = analysis.matrices.back();
+  std::vector<std::vector<std::string>> rows = {{"grouping"}};
+  for (const auto& verdict : all.verdicts) rows[0].push_back(format("%g lr", verdict.factor));
+  for (const auto& verdict : all.verdicts) {
+    rows[0].push_back(format("%g lr, same norm", verdict.factor));
+  }
+  if (!held_out) rows[0].emplace_back("β at 1 lr");
+  for (size_t c = 0; c < all.candidates.size(); ++c) {
+    const auto& candidate = all.candidates[c];
+    auto& row = rows.emplace_back();
+    row.push_back(candidate.candidate);
+    for (const bool rescaled : {false, true}) {
+      for (const auto& verdict : all.verdicts) {
+        const auto& step = find_step(candidate, verdict.factor, rescaled && c != kThreeWay);
+        row.push_back(format("%.3e", held_out ? step.held_out_decrease : step.decrease));
+      }
+    }
+    if (!held_out) row.push_back(format("%.3g", find_step(candidate, 1, false).curvature));
+  }
+  return table(rows);
+}
+
+Json to_json(const MatrixResult& matrix, double lr) {
+  Json json{{"matrix", matrix.name}, {"beta", matrix.beta}, {"beta_noise", matrix.beta_noise}};
+  const auto name = [&](size_t candidate) { return matrix.candidates[candidate].candidate; };
+  for (const auto& verdict : matrix.verdicts) {
+    json["verdicts"].push_back(
+        {{"factor", verdict.factor},
+         {"favoured", name(verdict.favoured)},
+         {"first_order", name(verdict.first_order)},
+         {"best", name(verdict.best)},
+         {"best_held_out", name(verdict.best_held_out)},
+         {"agrees", verdict.agrees},
+         {"first_order_agrees", verdict.first_order_agrees},
+         {"agrees_held_out", verdict.agrees_held_out}});
+  }
+  const auto& packed = matrix.candidates[kPacked];
+  const auto& three_way = matrix.candidates[kThreeWay];
   for (const auto& candidate : matrix.candidates) {
     Json steps = Json::array();
     for (const auto& step : candidate.steps) {
@@ -142,9 +179,8 @@ Json to_json(const MatrixResult& matrix) {
     }
     json["candidates"].push_back(
         {{"grouping", candidate.candidate},
-         {"guaranteed_decrease", candidate.guaranteed},
-         {"momentum", whitening_json(candidate.momentum)},
-         {"gradient", whitening_json(candidate.gradient)},
+         {"momentum", train::to_json(candidate.momentum, packed.momentum, three_way.momentum, lr)},
+         {"gradient", train::to_json(candidate.gradient, packed.gradient, three_way.gradient, lr)},
          {"steps", steps}});
   }
   return json;
@@ -155,12 +191,15 @@ Json to_json(const MatrixResult& matrix) {
 std::string to_text(const Analysis& analysis) {
   return format(
              "step %lld, lr %.4g. Loss on the batch %.6f, held out %.6f; one rounding error of the "
-             "weights moves them "
-             "by %.1e and %.1e.\n\n",
+             "weights moves "
+             "them by %.1e and %.1e.\n\n",
              static_cast<long long>(analysis.step), analysis.lr, analysis.loss,
              analysis.held_out_loss, analysis.noise, analysis.held_out_noise) +
-         by_matrix(analysis) + "\n" + agreement(analysis) + "\nAll matrices together:\n\n" +
-         by_candidate(analysis);
+         by_matrix(analysis) + "\n" + agreement(analysis) +
+         "\nAll matrices together, gains and costs (‖G‖_* and rank of the gradient; O of the "
+         "momentum):\n\n" +
+         gains_and_costs(analysis) + "\nDecrease of the loss on the same batch:\n\n" +
+         decreases(analysis, false) + "\nand on the held-out one:\n\n" + decreases(analysis, true);
 }
 
 std::string to_json(const Analysis& analysis) {
@@ -172,7 +211,8 @@ std::string to_json(const Analysis& analysis) {
       {"held_out_loss", analysis.held_out_loss},
       {"noise", analysis.noise},
       {"held_out_noise", analysis.held_out_noise}};
-  for (const auto& matrix : analysis.matrices) json["matrices"].push_back(to_json(matrix));
+  for (const auto& matrix : analysis.matrices)
+    json["matrices"].push_back(to_json(matrix, analysis.lr));
   return json.dump(1) + "\n";
 }
 

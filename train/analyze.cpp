@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "gpt/shards.h"
 #include "train/attention.h"
@@ -20,14 +21,13 @@ namespace {
 using group_muon::Whitening;
 using torch::Tensor;
 
-constexpr size_t kThreeWay = 1;  // of the candidates, after packed
-
-// The largest, the first of equals.
+// The largest, the first of equals; NaN is never it.
 template <typename Value>
 size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
   size_t best = 0;
   for (size_t i = 1; i < candidates.size(); ++i) {
-    if (value(candidates[i]) > value(candidates[best])) best = i;
+    const double other = value(candidates[i]);
+    if (other > value(candidates[best]) || std::isnan(value(candidates[best]))) best = i;
   }
   return best;
 }
@@ -41,18 +41,20 @@ class Bench {
   int64_t step() const { return state_.step; }
   double lr() const { return lr_; }
   const gpt::Model& model() const { return model_; }
-  std::vector<AttentionWeight> weights() { return attention_weights(optimizers_.muon); }
+  std::vector<AttentionWeight> weights() { return attention_weights(optimizers_.muon, clip_); }
 
   Losses losses() { return {loss(batch_), loss(held_out_)}; }
 
  private:
   double loss(const std::vector<Batch>& batches);
+  void add_gradients();
 
   Config config_;
   gpt::Model model_;
   group_muon::Optimizers optimizers_;
   TrainerState state_;
   double lr_ = 0;
+  double clip_ = 1;  // what the gradient was multiplied with
   std::vector<Batch> batch_, held_out_;
 };
 
@@ -83,17 +85,11 @@ Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::strin
       optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
   model_.set_kernels(gpt::parse_kernels(config_.kernels, at::kCPU));
-  try {
-    state_ = load_checkpoint(checkpoint, model_, optimizers_);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(
-        false, "checkpoint '", checkpoint, "' is not of the model that ", place.run,
-        "/config.toml describes: ", error.what_without_backtrace());
-  }
-  // After its last step a run has no learning rate: that of the last step made, then.
-  const double now = lr_factor(config_, state_.step);
-  lr_ =
-      config_.muon_lr * (now > 0 ? now : lr_factor(config_, std::max<int64_t>(0, state_.step - 1)));
+  state_ = load_checkpoint(checkpoint, model_, optimizers_);
+  const bool finished = state_.step >= config_.steps;
+  lr_ = options.lr > 0 ? options.lr
+                       : config_.muon_lr * (finished ? 1 : lr_factor(config_, state_.step));
+  TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; give another with --lr");
   for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
 
   const gpt::TokenStream training(config_.data, "train", config_.vocabulary);
@@ -111,12 +107,24 @@ Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::strin
   }
   batch_ = batches_of(training, starts, config_);
   held_out_ = batches_of(validation, held_out_starts, config_);
-  // The gradient, as the next step would have it.
+  add_gradients();
+}
+
+// As the next step would have them.
+void Bench::add_gradients() {
   int64_t sequences = 0;
   for (const auto& batch : batch_) sequences += batch.tokens.size(0);
   for (const auto& [tokens, targets] : batch_) {
     model_.add_gradients(
         tokens, targets, static_cast<double>(tokens.size(0)) / static_cast<double>(sequences));
+  }
+  std::vector<Tensor> gradients;
+  for (const auto& parameter : model_.parameters()) gradients.push_back(parameter.grad());
+  const double norm = at::stack(at::_foreach_norm(gradients)).norm().item<double>();
+  TORCH_CHECK(std::isfinite(norm), "the gradient's norm is ", norm, " at this checkpoint");
+  if (config_.clip > 0 && norm > config_.clip) {
+    clip_ = config_.clip / norm;
+    at::_foreach_mul_(gradients, clip_);
   }
 }
 
@@ -128,31 +136,6 @@ double Bench::loss(const std::vector<Batch>& batches) {
     sequences += tokens.size(0);
   }
   return sum / static_cast<double>(sequences);
-}
-
-// Sums of what was measured on the pieces of a region.
-Whitening sum_of(const std::vector<Whitening>& parts) {
-  Whitening sum = parts.front();
-  for (size_t i = 1; i < parts.size(); ++i) {
-    const auto& part = parts[i];
-    sum.rows += part.rows;
-    sum.blocks += part.blocks;
-    sum.first_order += part.first_order;
-    sum.squared_norm += part.squared_norm;
-    sum.step_squared_norm += part.step_squared_norm;
-    if (!sum.of_blocks || !part.of_blocks) {
-      sum.of_blocks.reset();
-      continue;
-    }
-    sum.of_blocks->nuclear_norm += part.of_blocks->nuclear_norm;
-    sum.of_blocks->stable_rank += part.of_blocks->stable_rank;
-    sum.of_blocks->effective_rank += part.of_blocks->effective_rank;
-    sum.of_blocks->quantiles.clear();
-    for (size_t r = 0; r < group_muon::kRanks; ++r) {
-      sum.of_blocks->ranks[r] += part.of_blocks->ranks[r];
-    }
-  }
-  return sum;
 }
 
 // "transformer.h.3.attn.c_attn.weight" → 3
@@ -177,26 +160,84 @@ std::vector<AttentionWeight> chosen_weights(Bench& bench, const std::vector<int6
   return chosen;
 }
 
-std::vector<Region> regions_of(
+// A region, and which part of what was measured on its weights it is: 0 for all rows, then Q, K and V.
+struct MeasuredRegion {
+  Region region;
+  size_t part = 0;
+};
+
+std::vector<MeasuredRegion> regions_of(
     const std::vector<AttentionWeight>& weights, const group_muon::Layout& three_way) {
-  std::vector<Region> regions;
+  std::vector<MeasuredRegion> regions;
   Region all{"all", {}};
   for (size_t w = 0; w < weights.size(); ++w) {
     const auto layer = std::to_string(layer_of(weights[w].weight.name));
-    for (const auto& segment : three_way.segments) {
+    for (size_t i = 0; i < three_way.segments.size(); ++i) {
+      const auto& segment = three_way.segments[i];
       const Piece piece{w, segment.head_starts.front(), segment.num_rows()};
-      regions.push_back({layer + "." + segment.name, {piece}});
+      regions.push_back({{layer + "." + segment.name, {piece}}, 1 + i});
     }
-    all.pieces.push_back({w, 0, weights[w].weight.value.size(0)});
+    const Piece rows{w, 0, weights[w].weight.value.size(0)};
+    regions.push_back({{layer + ".qkv", {rows}}, 0});
+    all.pieces.push_back(rows);
   }
-  regions.push_back(all);
+  regions.push_back({all, 0});
   return regions;
+}
+
+// What was measured on all pieces of a region.
+Whitening sum_over(
+    const MeasuredRegion& region, const std::vector<std::vector<Measured>>& measured, size_t tensor,
+    size_t candidate) {
+  std::optional<Whitening> sum;
+  for (const auto& piece : region.region.pieces) {
+    const auto& part = measured[piece.weight][tensor].by_candidate[candidate][region.part];
+    sum = sum ? *sum + part : part;
+  }
+  return *sum;
+}
+
+Verdict judge(
+    const std::vector<CandidateResult>& candidates, double factor, double lr, double beta,
+    const Losses& noise) {
+  const auto same = [&](const CandidateResult& c) { return find_step(c, factor, false).decrease; };
+  const auto held_out = [&](const CandidateResult& c) {
+    return find_step(c, factor, false).held_out_decrease;
+  };
+  Verdict verdict;
+  verdict.factor = factor;
+  verdict.favoured = best_of(candidates, [&](const CandidateResult& c) {
+    return group_muon::guaranteed_decrease(c.momentum, lr * factor, std::max(0.0, beta));
+  });
+  verdict.first_order =
+      best_of(candidates, [](const CandidateResult& c) { return c.momentum.first_order; });
+  verdict.best = best_of(candidates, same);
+  verdict.best_held_out = best_of(candidates, held_out);
+  const auto as_good = [&](size_t chosen, size_t best, auto&& decrease, double floor) {
+    return decrease(candidates[best]) - decrease(candidates[chosen]) <= 2 * floor;
+  };
+  verdict.agrees = as_good(verdict.favoured, verdict.best, same, noise.same);
+  verdict.first_order_agrees = as_good(verdict.first_order, verdict.best, same, noise.same);
+  verdict.agrees_held_out =
+      as_good(verdict.favoured, verdict.best_held_out, held_out, noise.held_out);
+  return verdict;
 }
 
 void check_options(const AnalyzeOptions& options) {
   for (const double factor : options.factors) {
-    TORCH_CHECK_VALUE(factor > 0, "factors should be above 0, not ", factor);
+    TORCH_CHECK_VALUE(
+        factor > 0 && std::isfinite(factor), "factors should be above 0, not ", factor);
+    TORCH_CHECK_VALUE(
+        std::count(options.factors.begin(), options.factors.end(), factor) == 1, "factor ", factor,
+        " is given twice");
   }
+  TORCH_CHECK_VALUE(
+      options.lr >= 0 && std::isfinite(options.lr), "lr should be above 0, not ", options.lr);
+  TORCH_CHECK_VALUE(
+      options.sequences >= 0, "sequences should be 1 or more, not ", options.sequences);
+  TORCH_CHECK_VALUE(
+      options.threads >= 0 && options.threads <= 1024, "threads should be from 1 to 1024, not ",
+      options.threads);
   TORCH_CHECK_VALUE(
       std::find(options.factors.begin(), options.factors.end(), 1) != options.factors.end(),
       "one of the factors should be 1: the learning rate as it is");
@@ -220,72 +261,64 @@ const DirectStep& find_step(const CandidateResult& candidate, double factor, boo
       false, candidate.candidate, " was not tried at ", factor, " times the learning rate");
 }
 
+const Verdict& verdict_at(const MatrixResult& matrix, double factor) {
+  for (const auto& verdict : matrix.verdicts) {
+    if (verdict.factor == factor) return verdict;
+  }
+  TORCH_CHECK_VALUE(false, "nothing was tried at ", factor, " times the learning rate");
+}
+
 Analysis analyze(const AnalyzeOptions& options, const std::function<void(double)>& progress) {
   check_options(options);
   const auto place = locate(options.path);
   Analysis analysis;
   analysis.checkpoint = choose_checkpoint(place);
+  if (progress) progress(0);
   Bench bench(options, place, analysis.checkpoint);
-  const auto candidates = make_candidates(bench.model().shape(), options.groups);
+  const auto candidates =
+      make_candidates(bench.model().shape(), options.groups, bench.config().share_qk);
   const auto weights = chosen_weights(bench, options.layers);
   const auto regions = regions_of(weights, candidates[kThreeWay].layout);
   analysis.step = bench.step();
   analysis.lr = bench.lr();
-
-  const double total = static_cast<double>(regions.size() * candidates.size()) *
-                       static_cast<double>(2 * options.factors.size());
-  double done = 0;
-  const auto advance = [&] {
-    if (progress) progress(++done / total);
-  };
-  if (progress) progress(0);
-
   const auto measured = measure_weights(  // [weight][gradient, momentum]
       weights, candidates,
       options.exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
+
   DirectTest test(weights, candidates, analysis.lr, [&] { return bench.losses(); });
+  const auto noise = test.noise();
   analysis.loss = test.before().same;
   analysis.held_out_loss = test.before().held_out;
-  const auto noise = test.noise();
   analysis.noise = noise.same;
   analysis.held_out_noise = noise.held_out;
 
-  for (size_t r = 0; r < regions.size(); ++r) {
-    const auto& region = regions[r];
-    const size_t parts = candidates[kThreeWay].layout.segments.size();
-    const size_t part = region.pieces.size() == 1 && region.name != "all" ? 1 + r % parts : 0;
+  const auto total =
+      static_cast<double>(2 * regions.size() * candidates.size() * options.factors.size());
+  double done = 0;
+  for (const auto& region : regions) {
     MatrixResult result;
-    result.name = region.name;
+    result.name = region.region.name;
     for (size_t c = 0; c < candidates.size(); ++c) {
       CandidateResult candidate;
       candidate.candidate = candidates[c].name;
-      std::vector<Whitening> gradients, momenta;
-      for (const auto& piece : region.pieces) {
-        gradients.push_back(measured[piece.weight][0].by_candidate[c][part]);
-        momenta.push_back(measured[piece.weight][1].by_candidate[c][part]);
-      }
-      candidate.gradient = sum_of(gradients);
-      candidate.momentum = sum_of(momenta);
+      candidate.gradient = sum_over(region, measured, 0, c);
+      candidate.momentum = sum_over(region, measured, 1, c);
       for (const bool rescaled : {false, true}) {
         for (const double factor : options.factors) {
           if (!rescaled || c != kThreeWay) {  // which has that norm already
-            candidate.steps.push_back(test.step(region, c, factor, rescaled));
+            candidate.steps.push_back(test.step(region.region, c, factor, rescaled));
           }
-          advance();
+          if (progress) progress(++done / total);
         }
       }
       result.candidates.push_back(std::move(candidate));
     }
-    result.beta = find_step(result.candidates[kThreeWay], 1, false).curvature;
-    for (auto& candidate : result.candidates) {
-      candidate.guaranteed = group_muon::guaranteed_decrease(
-          candidate.momentum, analysis.lr, std::max(0.0, result.beta));
+    const auto& full = find_step(result.candidates[kThreeWay], 1, false);
+    result.beta = full.curvature;
+    result.beta_noise = 2 * noise.same / (full.norm * full.norm);
+    for (const double factor : options.factors) {
+      result.verdicts.push_back(judge(result.candidates, factor, analysis.lr, result.beta, noise));
     }
-    result.favoured = best_of(result.candidates, [](const auto& c) { return c.guaranteed; });
-    result.best =
-        best_of(result.candidates, [](const auto& c) { return find_step(c, 1, false).decrease; });
-    result.best_held_out = best_of(
-        result.candidates, [](const auto& c) { return find_step(c, 1, false).held_out_decrease; });
     analysis.matrices.push_back(std::move(result));
   }
   return analysis;

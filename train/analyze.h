@@ -13,10 +13,11 @@
 namespace train {
 
 struct AnalyzeOptions {
-  std::string path;                           // a run or a checkpoint
-  std::string data = {};                      // empty: the run's
-  std::string groups = {};                    // as diagnose-groups
-  std::vector<double> factors = {0.5, 1, 2};  // on the learning rate of that step; one of them is 1
+  std::string path;         // a run or a checkpoint
+  std::string data = {};    // empty: the run's
+  std::string groups = {};  // as diagnose-groups
+  double lr = 0;            // 0: that of the next step; of a finished run, the peak
+  std::vector<double> factors = {0.5, 1, 2};  // on lr; one of them is 1
   std::vector<int64_t> layers = {};           // empty: all
   int64_t sequences = 0;                      // of each batch; 0: those of a training batch
   bool exact = true;                          // singular values, not estimates
@@ -28,18 +29,28 @@ struct CandidateResult {
   std::string candidate;           // packed, three-way, or a grouping
   group_muon::Whitening momentum;  // O from the momentum, as the optimizer has it
   group_muon::Whitening gradient;  // O from the gradient alone
-  double guaranteed = 0;           // with the curvature measured along the three-way update
   std::vector<DirectStep> steps;
 };
 
+/// Candidates, by their numbers, at one learning rate.
+struct Verdict {
+  double factor = 1;         // on lr
+  size_t favoured = 0;       // by the criterion: the largest guaranteed decrease
+  size_t first_order = 0;    // by ⟨G, sO⟩ alone
+  size_t best = 0;           // by the loss on the same batch
+  size_t best_held_out = 0;  // and on the held-out one
+  bool agrees = false;       // what is favoured is the best, or within the noise of it
+  bool agrees_held_out = false;
+  bool first_order_agrees = false;
+};
+
 struct MatrixResult {
-  std::string name;  // "0.q" … or "all"
-  double beta = 0;   // measured along the three-way update at factor 1
+  std::string name;  // "0.q", "0.qkv", …, "all"
+  double beta =
+      0;  // measured along the three-way update at lr; the criterion takes 0 if it is negative
+  double beta_noise = 0;  // what the noise of the loss makes of it
   std::vector<CandidateResult> candidates;
-  // Indices of candidates.
-  size_t favoured = 0;  // by the criterion, with that β
-  size_t best = 0;      // by the loss on the same batch, at factor 1
-  size_t best_held_out = 0;
+  std::vector<Verdict> verdicts;  // one a factor
 };
 
 struct Analysis {
@@ -48,7 +59,7 @@ struct Analysis {
   double lr = 0;
   double loss = 0, held_out_loss = 0;
   double noise = 0, held_out_noise = 0;  // what one rounding error of the weights does to them
-  std::vector<MatrixResult> matrices;    // Q, K and V of every layer, then all together
+  std::vector<MatrixResult> matrices;    // Q, K, V and all of every layer, then all layers together
 };
 
 /// `progress`, which may be empty, gets the part that is done.
@@ -56,5 +67,6 @@ Analysis analyze(const AnalyzeOptions& options, const std::function<void(double)
 
 /// The one at this factor; an error if there is none.
 const DirectStep& find_step(const CandidateResult& candidate, double factor, bool rescaled);
+const Verdict& verdict_at(const MatrixResult& matrix, double factor);
 
 }  // namespace train

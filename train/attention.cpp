@@ -15,7 +15,6 @@ namespace {
 using group_muon::Whitening;
 using Json = nlohmann::ordered_json;
 
-constexpr size_t kPacked = 0, kThreeWay = 1;  // of the candidates
 constexpr const char* kAttentionWeight = "attn.c_attn.weight";
 
 // Every g that divides the heads, but all of them at once.
@@ -50,53 +49,84 @@ Json to_json(const group_muon::Comparison& comparison) {
   return json;
 }
 
+// "6:random/all" → 6:random for Q and K, all for V; without a slash one for all.
+group_muon::QkvGrouping parse_candidate(
+    const std::string& text, const gpt::ModelShape& shape, bool share_qk) {
+  TORCH_CHECK_VALUE(!text.empty(), "a grouping is missing between two commas");
+  const auto slash = text.find('/');
+  const auto qk = group_muon::parse_schedule(text.substr(0, slash));
+  const auto v =
+      slash == std::string::npos ? qk : group_muon::parse_schedule(text.substr(slash + 1));
+  const std::string where = c10::str("grouping '", text, "': ");
+  group_muon::checked(qk, shape.heads, where);
+  const auto or_whole = [&](const group_muon::GroupingSchedule& schedule) {
+    if (shape.key_heads() == shape.heads) {
+      group_muon::checked(schedule, shape.heads, where);
+      return schedule;
+    }
+    const int64_t g = schedule.front().group_size;
+    const bool fits = g > 0 && shape.key_heads() % g == 0 && schedule.front().order.empty();
+    return fits ? schedule : group_muon::GroupingSchedule{{}};
+  };
+  return {.q = qk, .k = or_whole(qk), .v = or_whole(v), .share_qk = share_qk};
+}
+
 }  // namespace
 
-Json whitening_json(const Whitening& part) {
+Json to_json(
+    const Whitening& part, const Whitening& packed, const Whitening& three_way, double lr) {
   Json json{{"rows", part.rows}, {"cols", part.cols}};
   if (part.of_blocks) {
     json["blocks"] = part.blocks;
     json["nuclear_norm"] = number(part.of_blocks->nuclear_norm);
-    json["ranks"] = part.of_blocks->ranks;
+    for (const double rank : part.of_blocks->ranks) json["ranks"].push_back(number(rank));
     json["stable_rank"] = number(part.of_blocks->stable_rank);
     json["effective_rank"] = number(part.of_blocks->effective_rank);
-    if (!part.of_blocks->quantiles.empty()) json["spectrum"] = part.of_blocks->quantiles;
+    for (const double sigma : part.of_blocks->quantiles) json["spectrum"].push_back(number(sigma));
   }
   json["first_order"] = number(part.first_order);
   json["squared_norm"] = number(part.squared_norm);
   json["step_squared_norm"] = number(part.step_squared_norm);
-  if (!part.head_norms.empty()) {
-    json["imbalance"] = group_muon::imbalance(part.head_norms);
-    json["whitened_imbalance"] = group_muon::imbalance(part.whitened_head_norms);
+  if (!part.segment.empty()) {
+    json["imbalance"] = number(group_muon::imbalance(part.head_norms));
+    json["whitened_imbalance"] = number(group_muon::imbalance(part.whitened_head_norms));
   }
+  json["against packed"] = to_json(group_muon::compare(part, packed, lr));
+  json["against three-way"] = to_json(group_muon::compare(part, three_way, lr));
   return json;
 }
 
-std::vector<Candidate> make_candidates(const gpt::ModelShape& shape, const std::string& groupings) {
+std::vector<Candidate> make_candidates(
+    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk) {
   const group_muon::AttentionShape attention{
       .heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()};
+  const std::vector<int64_t> sizes = {
+      (shape.heads + 2 * shape.key_heads()) * shape.head_dim(), shape.width};
+  const auto layout_of = [&](const group_muon::QkvGrouping& grouping) {
+    return group_muon::checked(group_muon::packed_qkv(attention, grouping), sizes, "QKV");
+  };
   std::vector<Candidate> candidates = {
-      {"packed", group_muon::plain()}, {"three-way", group_muon::packed_qkv(attention)}};
-  std::istringstream list(groupings.empty() ? all_sizes(shape.key_heads()) : groupings);
+      {"packed", group_muon::plain()}, {"three-way", layout_of({})}};
+  std::istringstream list(groupings.empty() ? all_sizes(shape.heads) : groupings);
   for (std::string item; std::getline(list, item, ',');) {
     const std::string text = trimmed(item);
-    const auto schedule = group_muon::parse_schedule(text);
-    for (const int64_t heads : {shape.heads, shape.key_heads()}) {
-      group_muon::checked(schedule, heads, c10::str("grouping '", text, "': "));
+    const auto layout = layout_of(parse_candidate(text, shape, share_qk));
+    for (const auto& other : candidates) {
+      TORCH_CHECK_VALUE(
+          other.layout != layout, "grouping '", text, "' is the same as ", other.name);
     }
-    candidates.push_back(
-        {text, group_muon::packed_qkv(attention, {.q = schedule, .k = schedule, .v = schedule})});
+    candidates.push_back({text, layout});
   }
   return candidates;
 }
 
-std::vector<AttentionWeight> attention_weights(group_muon::GroupMuon& muon) {
+std::vector<AttentionWeight> attention_weights(group_muon::GroupMuon& muon, double clip) {
   std::vector<AttentionWeight> weights;
-  for (const auto& [options, batch] : muon.next_step()) {
+  for (const auto& [options, batch] : muon.weights_of_next_step()) {
     for (const auto& weight : batch) {
       const std::string_view name = weight.name, end = kAttentionWeight;
       if (name.size() >= end.size() && name.substr(name.size() - end.size()) == end) {
-        weights.push_back({weight, options});
+        weights.push_back({weight, options, clip == 1 ? weight.grad : weight.grad / clip});
       }
     }
   }
@@ -108,12 +138,12 @@ std::vector<std::vector<Measured>> measure_weights(
     group_muon::Accuracy accuracy) {
   std::vector<std::vector<Measured>> results;
   std::vector<std::vector<torch::Tensor>> directions;
-  for (const auto& [weight, options] : weights) {
+  for (const auto& [weight, options, gradient] : weights) {
     auto& measured = results.emplace_back();
     for (const char* of : {"gradient", "momentum"}) {
       measured.push_back({of, std::vector<std::vector<Whitening>>(candidates.size())});
     }
-    directions.push_back({weight.grad, group_muon::look_ahead(weight, options)});
+    directions.push_back({gradient, group_muon::look_ahead(weight, options)});
   }
   // Decompositions of small matrices keep one thread busy each.
   const auto tensors = static_cast<int64_t>(2 * weights.size());
@@ -123,6 +153,7 @@ std::vector<std::vector<Measured>> measure_weights(
       const size_t w = i % tensors / 2, t = i % 2, c = i / tensors;
       auto cut = weights[w].weight;
       cut.layout = candidates[c].layout;
+      cut.grad = weights[w].gradient;
       results[w][t].by_candidate[c] = group_muon::measure(
           directions[w][t], cut, candidates[kThreeWay].layout, weights[w].options, accuracy);
     }
@@ -141,28 +172,23 @@ DiagnosticsLog::DiagnosticsLog(
       candidates_(std::move(candidates)),
       accuracy_(accuracy) {}
 
-void DiagnosticsLog::write(int64_t step, group_muon::GroupMuon& muon) {
-  std::string lines;
-  const auto weights = attention_weights(muon);
+void DiagnosticsLog::write(int64_t step, const std::vector<AttentionWeight>& weights) {
   const auto measured = measure_weights(weights, candidates_, accuracy_);
+  std::string lines;
   for (size_t w = 0; w < weights.size(); ++w) {
-    const auto& weight = weights[w];
+    const auto& weight = weights[w].weight;
     for (const auto& [of, by_candidate] : measured[w]) {
       for (size_t i = 0; i < candidates_.size(); ++i) {
         for (size_t part = 0; part < by_candidate[i].size(); ++part) {
           const auto& whitening = by_candidate[i][part];
           Json line{{"step", step},
-                    {"weight", weight.weight.name},
+                    {"weight", weight.name},
                     {"part", part == 0 ? "qkv" : whitening.segment},
                     {"of", of},
                     {"grouping", candidates_[i].name},
-                    {"lr", weight.weight.lr}};
-          line.update(whitening_json(whitening));
-          for (const size_t full : {kPacked, kThreeWay}) {
-            if (i == full || weight.weight.lr == 0) continue;
-            line["against " + candidates_[full].name] =
-                to_json(group_muon::compare(whitening, by_candidate[full][part], weight.weight.lr));
-          }
+                    {"lr", weight.lr}};
+          line.update(to_json(
+              whitening, by_candidate[kPacked][part], by_candidate[kThreeWay][part], weight.lr));
           lines.append(line.dump()).append("\n");
         }
       }

@@ -20,20 +20,27 @@ struct Candidate {
   group_muon::Layout layout;
 };
 
-/// packed and three-way, then `groupings`: texts with commas between, or none for every g that divides the heads, drawn
-/// at random.
-std::vector<Candidate> make_candidates(const gpt::ModelShape& shape, const std::string& groupings);
+/// The two full updates, which every list of candidates begins with.
+constexpr size_t kPacked = 0;
+constexpr size_t kThreeWay = 1;
 
-/// A QKV matrix as the next step takes it.
+/// packed and three-way, then `groupings`: texts with commas between, each for Q, K and V alike (6:random) or with one for V
+/// after a slash (6:random/all); none: every g that divides the heads, drawn at random. Where there are fewer key and value
+/// heads, and g does not divide them, they stay whole.
+std::vector<Candidate> make_candidates(
+    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk = false);
+
+/// A QKV matrix as the next step takes it, and its gradient before it was clipped.
 struct AttentionWeight {
   group_muon::Weight weight;
   group_muon::StepOptions options;
+  torch::Tensor gradient;
 };
 
-/// Those that have gradients, layer after layer.
-std::vector<AttentionWeight> attention_weights(group_muon::GroupMuon& muon);
+/// Those that have gradients, layer after layer. `clip` is what gradients were multiplied with.
+std::vector<AttentionWeight> attention_weights(group_muon::GroupMuon& muon, double clip = 1);
 
-/// A weight with all candidates applied to one of its tensors. The comparisons are of all rows first, then of Q, K, V.
+/// One of a weight's tensors under all candidates, each on all rows first, then on Q, K and V.
 struct Measured {
   std::string of;  // gradient or momentum
   std::vector<std::vector<group_muon::Whitening>> by_candidate;
@@ -44,8 +51,10 @@ std::vector<std::vector<Measured>> measure_weights(
     const std::vector<AttentionWeight>& weights, const std::vector<Candidate>& candidates,
     group_muon::Accuracy accuracy);
 
-/// All numbers of it, under the names of its fields.
-nlohmann::ordered_json whitening_json(const group_muon::Whitening& part);
+/// All numbers of a whitening, under the names of its fields, and its comparisons with both full updates of the same rows.
+nlohmann::ordered_json to_json(
+    const group_muon::Whitening& part, const group_muon::Whitening& packed,
+    const group_muon::Whitening& three_way, double lr);
 
 /// RUN/diagnostics.jsonl: a line for each step, weight, tensor, candidate and part of the rows.
 class DiagnosticsLog {
@@ -55,7 +64,7 @@ class DiagnosticsLog {
       const std::string& folder, int64_t step, std::vector<Candidate> candidates,
       group_muon::Accuracy accuracy);
   /// Before a step is made.
-  void write(int64_t step, group_muon::GroupMuon& muon);
+  void write(int64_t step, const std::vector<AttentionWeight>& weights);
   void sync() { lines_.sync(); }
 
  private:

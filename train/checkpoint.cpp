@@ -98,6 +98,11 @@ void copy_into(
   to.copy_(found->second);
 }
 
+ordered_json shape_json(const gpt::ModelShape& shape) {
+  return {{"layers", shape.layers}, {"heads", shape.heads},     {"kv_heads", shape.key_heads()},
+          {"width", shape.width},   {"context", shape.context}, {"vocabulary", shape.vocabulary}};
+}
+
 // The step in a checkpoint's name, or -1: "step-" and six digits or more, nothing else.
 int64_t step_of(const fs::path& path) {
   constexpr std::string_view kPrefix = "step-";
@@ -113,6 +118,18 @@ ordered_json read_json(const std::string& path) {
   const auto json = ordered_json::parse(read_text(path), nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: no JSON");
   return json;
+}
+
+// Tensors of one shape may mean different heads.
+void require_same_model(const std::string& checkpoint, const gpt::ModelShape& shape) {
+  const auto json = read_json(checkpoint + kStateFile);
+  if (!json.contains("model")) return;  // written before models were recorded
+  const auto wanted = shape_json(shape);
+  for (const auto& [name, value] : wanted.items()) {
+    TORCH_CHECK_VALUE(
+        json["model"].value(name, value) == value, "checkpoint '", checkpoint,
+        "' is of another model: ", name, " = ", json["model"][name].dump(), ", not ", value.dump());
+  }
 }
 
 }  // namespace
@@ -151,6 +168,7 @@ std::string save_checkpoint(
         {"validation_loss", nullptr},
         {"training_tokens", state.training_tokens},
         {"data_crc32c", state.data_crc},
+        {"model", shape_json(model.shape())},
         {"files", files}};
     if (state.validation_loss) json["validation_loss"] = *state.validation_loss;
     replace_file(temporary + kStateFile, json.dump(2) + "\n");
@@ -308,6 +326,7 @@ void load_weights(const std::string& path, gpt::Model& model) {
 TrainerState load_checkpoint(
     const std::string& checkpoint, gpt::Model& model, group_muon::Optimizers& optimizers) {
   const auto state = read_state(checkpoint);
+  require_same_model(checkpoint, model.shape());
   load_weights(checkpoint, model);
   const auto tensors = load_tensors(checkpoint + kOptimizerFile);
   for_each_buffer(model, optimizers, [&](const std::string& name, const Tensor& tensor) {

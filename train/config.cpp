@@ -84,7 +84,9 @@ std::vector<Key> make_keys() {
       {"diagnostics", "diagnose-every", &C::diagnose_every,
        "Steps from one measurement of gain and cost of head groups to the next; 0: none", 0, kFree},
       {"diagnostics", "diagnose-groups", &C::diagnose_groups,
-       "Groupings to measure, as 1,2:random,6:random; empty: every size, at random", 1, kFree},
+       "Groupings of Q, K and V to measure, as 1,6:random,6:random/all (V whole); empty: every "
+       "size, at random",
+       1, kFree},
       {"diagnostics", "diagnose-exact", &C::diagnose_exact,
        "By singular values instead of eigenvalues of XXᵀ, which are exact to 3e-7 of the largest",
        1, kFree},

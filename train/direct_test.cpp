@@ -25,7 +25,7 @@ DirectTest::DirectTest(
     double lr, std::function<Losses()> losses)
     : weights_(weights), lr_(lr), losses_(std::move(losses)) {
   std::vector<Tensor> directions;
-  for (const auto& [weight, options] : weights) {
+  for (const auto& [weight, options, gradient] : weights) {
     originals_.push_back(weight.value.detach().clone());
     directions.push_back(group_muon::look_ahead(weight, options));
   }
@@ -71,7 +71,7 @@ DirectTest::Terms DirectTest::terms(const Region& region, size_t candidate) cons
   Terms sum;
   for (const auto& piece : region.pieces) {
     const Tensor update = rows_of(updates_[candidate][piece.weight], piece).to(at::kDouble);
-    const Tensor gradient = rows_of(weights_[piece.weight].weight.grad, piece).to(at::kDouble);
+    const Tensor gradient = rows_of(weights_[piece.weight].gradient, piece).to(at::kDouble);
     sum.first_order += (gradient * update).sum().item<double>();
     sum.squares += update.square().sum().item<double>();
   }
@@ -80,10 +80,10 @@ DirectTest::Terms DirectTest::terms(const Region& region, size_t candidate) cons
 
 DirectStep DirectTest::step(const Region& region, size_t candidate, double factor, bool rescaled) {
   const torch::NoGradGuard no_grad;
-  constexpr size_t kFull = 1;
   const auto own = terms(region, candidate);
   double rate = lr_ * factor;
-  if (rescaled && own.squares > 0) rate *= std::sqrt(terms(region, kFull).squares / own.squares);
+  if (rescaled && own.squares > 0)
+    rate *= std::sqrt(terms(region, kThreeWay).squares / own.squares);
   for (const auto& piece : region.pieces) {
     const Tensor update = rows_of(updates_[candidate][piece.weight], piece);
     rows_of(weights_[piece.weight].weight.value, piece)

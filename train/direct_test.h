@@ -45,8 +45,7 @@ struct DirectStep {
 /// Steps are tried one at a time; after each, and when it goes, weights are to the bit as before.
 class DirectTest {
  public:
-  /// `losses` are those of the weights as they are when it is called. The candidate after the first is the full update
-  /// whose norm others are scaled to.
+  /// `losses` are those of the weights as they are when it is called.
   DirectTest(
       const std::vector<AttentionWeight>& weights, const std::vector<Candidate>& candidates,
       double lr, std::function<Losses()> losses);

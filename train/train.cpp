@@ -264,12 +264,13 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
       "; the run cannot go on. A lower learning rate, --warmup or "
       "--clip may help");
   const torch::NoGradGuard no_grad;
-  if (config_.clip > 0 && norm > config_.clip) {
-    for (const auto& kind : gradients) at::_foreach_mul_(kind, config_.clip / norm);
+  const double clip = config_.clip > 0 && norm > config_.clip ? config_.clip / norm : 1;
+  if (clip != 1) {
+    for (const auto& kind : gradients) at::_foreach_mul_(kind, clip);
   }
   if (diagnostics != nullptr && state_.step % config_.diagnose_every == 0) {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kDiagnostics);
-    diagnostics->write(state_.step, optimizers_.muon);
+    diagnostics->write(state_.step, attention_weights(optimizers_.muon, clip));
   }
   const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
   {
@@ -373,7 +374,8 @@ Outcome Trainer::run() {
   std::optional<DiagnosticsLog> diagnostics;
   if (config_.diagnose_every > 0) {
     diagnostics.emplace(
-        config_.out, state_.step, make_candidates(model_.shape(), config_.diagnose_groups),
+        config_.out, state_.step,
+        make_candidates(model_.shape(), config_.diagnose_groups, config_.share_qk),
         config_.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
   }
   // A checkpoint is written again if the loss at its step became known since.

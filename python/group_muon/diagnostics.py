@@ -46,22 +46,33 @@ IDEAL = dict(method="exact", precision="float64", base_scale="naive", transfer="
 
 
 @dataclass(frozen=True)
+class Spectra:
+    """What the singular values of blocks say, summed over the blocks."""
+
+    nuclear_norm: float  # Σ‖X_i‖_*
+    ranks: tuple[float, ...]  # Σ rank(X_i), by RANK_TOLERANCES
+    stable_rank: float  # Σ ‖X_i‖² / σ₁²
+    effective_rank: float  # Σ exp(entropy of σ / Σσ)
+    spectrum: tuple[float, ...]  # σ / σ₁ at 0, 1/16 … 1 of the way down, mean over blocks
+
+
+def _spectra(fields: Sequence[float]) -> Spectra:
+    return Spectra(fields[0], tuple(fields[1:5]), fields[5], fields[6], tuple(fields[7:]))
+
+
+@dataclass(frozen=True)
 class Whitening:
     """An update O = A(X) under a layout, on a whole weight (segment "") or on one segment of it; the step
-    is lr·sO, s being each block's scale. Sums are over blocks; those of singular values are NaN where
-    blocks reach beyond the segment."""
+    is lr·sO, s being each block's scale."""
 
     segment: str
     rows: int
     cols: int
     blocks: int
-    nuclear_norm: float  # Σ‖X_i‖_*
-    ranks: tuple[float, ...]  # Σ rank(X_i), by RANK_TOLERANCES
-    stable_rank: float  # Σ ‖X_i‖² / σ₁²
-    effective_rank: float  # Σ exp(entropy of σ / Σσ); NaN if estimated
     first_order: float  # ⟨G, sO⟩
     squared_norm: float  # ‖O‖²
     step_squared_norm: float  # ‖sO‖²
+    of_blocks: Spectra  # of X; NaN where blocks reach beyond the segment
     head_norms: tuple[float, ...]  # ‖X_h‖ of the segment's heads
     whitened_head_norms: tuple[float, ...]  # ‖O_h‖
 
@@ -74,11 +85,11 @@ class Whitening:
 class Comparison:
     """Of a grouped update with a full one."""
 
-    gain: float  # Σ‖X_i‖_* - ‖X‖_*, never negative
+    gain: float  # Σ‖X_i‖_* - ‖X‖_*, not negative for finer blocks
     ideal_cost: tuple[float, ...]  # Σ r_i - r, by RANK_TOLERANCES
     norm_cost: float  # Σ‖O_i‖² - ‖O‖²
     first_order_gain: float  # Σ⟨G_i, sO_i⟩ - ⟨G, sO⟩
-    pays: str  # always, never, below or above
+    pays: str  # always, never, below, above, or unknown
     break_even: float  # the β of "below" and "above"
 
 
@@ -96,47 +107,62 @@ def measure(
     """Orthogonalizes direction (the momentum, or the gradient itself) as layout says and measures the result:
     first all of the weight, then every segment of heads (by default of layout). Options are those of
     GroupMuon, exact=False estimates without singular values."""
-    unknown = options.keys() - _DEFAULTS.keys()
-    if unknown:
-        raise TypeError(f"group_muon: measure has no option '{min(unknown)}'")
-    values, norms, segments = _ops.measure(
+    parts = _ops.measure(
         direction, gradient, layout, layout if heads is None else heads, name, step, exact,
-        **_operator_options(_DEFAULTS | options),
+        **_step_options(options),
     )  # fmt: skip
     results = []
-    for part, norm, segment in zip(values.tolist(), norms, segments):
-        rows, cols, blocks, nuclear, *ranks, stable, effective, first, square, scaled = part
-        before, after = (
-            tuple(column[~column.isnan()].tolist()) for column in norm.unbind(-1)
-        )  # fmt: skip
+    for numbers, (before, after), segment in zip(*parts):
+        rows, cols, blocks, first, square, scaled, *fields = numbers.tolist()
         results.append(
             Whitening(
                 segment,
                 int(rows),
                 int(cols),
                 int(blocks),
-                nuclear,
-                tuple(ranks),
-                stable,
-                effective,
                 first,
                 square,
                 scaled,
-                before,
-                after,
+                _spectra(fields),
+                tuple(before.tolist()),
+                tuple(after.tolist()),
             )  # fmt: skip
         )
     return results
 
 
+def scaled_update(
+    direction: Tensor, layout: str, *, name: str = "", step: int = 0, **options
+) -> Tensor:
+    """The update sO itself: a step is W - lr·sO."""
+    return _ops.scaled_update(direction, layout, name, step, **_step_options(options))
+
+
+def spectra(blocks: Tensor, *, exact: bool = True) -> Spectra:
+    """Of blocks [count, rows, cols], summed over them."""
+    return _spectra(_ops.spectra(blocks, exact).tolist())
+
+
+def _step_options(options: dict) -> dict:
+    unknown = options.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"group_muon: there is no option '{min(unknown)}' here")
+    return _operator_options(_DEFAULTS | options)
+
+
 def compare(grouped: Whitening, full: Whitening, lr: float) -> Comparison:
     """Both of the same rows of the same weight."""
+    if (grouped.rows, grouped.cols) != (full.rows, full.cols):
+        raise ValueError(
+            "group_muon: what is compared should be of one shape, not "
+            f"{grouped.rows}x{grouped.cols} and {full.rows}x{full.cols}"
+        )
     pays, break_even = _ops.break_even(
         grouped.first_order, grouped.step_squared_norm, full.first_order, full.step_squared_norm, lr
     )
     return Comparison(
-        gain=grouped.nuclear_norm - full.nuclear_norm,
-        ideal_cost=tuple(g - f for g, f in zip(grouped.ranks, full.ranks)),
+        gain=grouped.of_blocks.nuclear_norm - full.of_blocks.nuclear_norm,
+        ideal_cost=tuple(g - f for g, f in zip(grouped.of_blocks.ranks, full.of_blocks.ranks)),
         norm_cost=grouped.squared_norm - full.squared_norm,
         first_order_gain=grouped.first_order - full.first_order,
         pays=pays,
@@ -173,7 +199,9 @@ def of_parameter(
     layout = group["layout"]
     if not _ops.has_segment(layout, ""):
         raise ValueError(f"group_muon: the layout of parameter '{name}' has no heads to group")
-    cuts = {"packed": _ops.plain(), "three-way": _ops.with_grouping(layout, "all", "")}
+    if isinstance(groupings, str):
+        raise TypeError(f"group_muon: groupings should be a list of texts, not {groupings!r}")
+    cuts = {"packed": _ops.as_one_block(layout), "three-way": _ops.with_grouping(layout, "all", "")}
     cuts |= {text: _ops.with_grouping(layout, text, "") for text in map(str, groupings)}
     direction = look_ahead(optimizer, parameter)
     step = optimizer.state[parameter].get("step", 0) if parameter in optimizer.state else 0

@@ -19,7 +19,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
-STYLE = {"marker": "o", "markersize": 2.5, "linewidth": 1.4}
 
 
 def records(run: str, name: str) -> list[dict]:
@@ -39,6 +38,11 @@ def save(figure, out: str) -> None:
         sys.exit(f"plot.py: writes .png and .svg, not {suffix}")
     for target in [out] if suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
         figure.savefig(target, dpi=130)
+
+
+def draw(axes, steps: list[int], values: list[float], label: str, color: str) -> None:
+    marker = "o" if len(steps) <= 40 else ""
+    axes.plot(steps, values, label=label, color=color, marker=marker, markersize=2.5, linewidth=1.4)
 
 
 def tidy(all_axes) -> None:
@@ -61,12 +65,12 @@ def curves(out: str, runs: list[str]) -> None:
     baseline, base = all_losses[0]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, (label, losses) in enumerate(all_losses):
-        style = {**STYLE, "color": COLORS[number % len(COLORS)]}
+        color = COLORS[number % len(COLORS)]
         steps = list(losses)
         last = losses[steps[-1]]
-        left.plot(steps, list(losses.values()), label=f"{label}  {last:.4f}", **style)
+        draw(left, steps, list(losses.values()), f"{label}  {last:.4f}", color)
         shared = [step for step in steps if step in base]
-        right.plot(shared, [losses[step] - base[step] for step in shared], label=label, **style)
+        draw(right, shared, [losses[step] - base[step] for step in shared], label, color)
     left.set(ylabel="validation loss", title="Validation loss (last value in the legend)")
     right.set(ylabel="difference", title=f"Difference to {baseline}: lower is better")
     left.legend(frameon=False)
@@ -113,7 +117,7 @@ def ranks(out: str, run: str) -> None:
                 chosen = [li for li in lines if (li["of"], li["grouping"]) == (of, grouping)]
                 steps, ratio = mean_by_step(chosen, lambda li, i=index: li["ranks"][i] / li["rows"])
                 color = COLORS[number % len(COLORS)]
-                axes.plot(steps, ratio, label=label_of(grouping), color=color, **STYLE)
+                draw(axes, steps, ratio, label_of(grouping), color)
             axes.set_title(f"{of}, {tolerance}")
             axes.set_ylim(0, 1.03)
     for row in grid:
@@ -148,7 +152,7 @@ def norms(out: str, run: str, layers: list[int]) -> None:
                     if (layer_of(line), line["part"], line["grouping"]) == (layer, part, grouping)
                 ]
                 steps, squares = mean_by_step(chosen, lambda line: line["squared_norm"])
-                axes.plot(steps, squares, label=label, color=color, **STYLE)
+                draw(axes, steps, squares, label, color)
                 ideal = min(chosen[0]["rows"], chosen[0]["cols"])
             axes.axhline(ideal, color="black", linestyle=":", linewidth=1, label=f"ideal, {ideal}")
             axes.set_title(f"layer {layer}, {part.upper()}")
@@ -184,7 +188,7 @@ def gain(out: str, run: str) -> None:
             chosen = [li for li in lines if (li["of"], li["grouping"]) == (of, name)]
             steps, means = mean_by_step(chosen, lambda li, k=key, b=base: share(li, k, b))
             color = COLORS[1 + number % (len(COLORS) - 1)]
-            axes.plot(steps, means, label=label_of(name), color=color, **STYLE)
+            draw(axes, steps, means, label_of(name), color)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(f"{title}\n(of the {of})", fontsize=10)
     row[0].legend(frameon=False)

@@ -53,18 +53,26 @@ void add_analyze(CLI::App& app) {
       "Groupings of Q, K and V besides packed and three-way, as 1,2:random,6:random; by default "
       "every size, at "
       "random");
-  command->add_option(
-      "--lr", options.lr,
-      "Learning rate; by default that of the next step, and of a finished run its peak");
-  command->add_option("--factors", options.factors, "On the learning rate; one is 1")
+  command
+      ->add_option(
+          "--lr", options.lr,
+          "Learning rate; by default that of the next step, and of a finished run its peak")
+      ->check(CLI::PositiveNumber);
+  command
+      ->add_option(
+          "--factors", options.factors,
+          "Steps to try, as multiples of the learning rate; 1 among them")
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--layers", options.layers, "Only these, from 0; by default all")
       ->delimiter(',');
-  command->add_option(
-      "--sequences", options.sequences,
-      "Of the batch and of the held-out one; by default a training batch");
-  command->add_option("--threads", options.threads, "By default those of the run");
+  command
+      ->add_option(
+          "--sequences", options.sequences,
+          "Of the batch and of the held-out one; by default a training batch")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--threads", options.threads, "By default those of the run")
+      ->check(CLI::PositiveNumber);
   command->add_flag(
       "--estimate", arguments->estimate, "Estimates instead of singular values: faster");
   command->add_option("--json", arguments->json, "Also write all numbers to this file");

@@ -4,7 +4,7 @@
 
 The whole gradient has rank one, and so has every head's. Whitening head by head gains Σ|a_i| - √Σa_i² to first order, for
 equal strengths a(k - √k), and costs (k - 1)βη/2 through its larger norm: grouping pays only as long as β is small
-enough. Run it with
+enough. With group_muon installed, or PYTHONPATH=build/release/python after ./run build:
 
     python examples/aligned_low_rank.py
 """

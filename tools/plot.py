@@ -4,8 +4,10 @@ plot.py curves OUT RUN[=LABEL] …    validation loss by step, and its differenc
 plot.py ranks OUT RUN               rank of Q and K by step, gradients and momentum, whole and in groups
 plot.py norms OUT RUN [LAYER …]     ‖O‖² of Q and K by step, whole and head by head; by default of two middle layers
 plot.py gain OUT RUN                gain and cost of every group size by step, against the whole matrix
+plot.py numbers RUN                 the same as a Markdown table: means over Q and K of all layers, at first each measurement,
+                                    then every tenth
 
-The last three need a run made with --diagnose-every.
+The last four need a run made with --diagnose-every.
 """
 
 import json
@@ -36,8 +38,10 @@ def save(figure, out: str) -> None:
     suffix = pathlib.Path(out).suffix
     if suffix in (".pdf", ".jpg", ".jpeg", ".eps"):
         sys.exit(f"plot.py: writes .png and .svg, not {suffix}")
+    pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
     for target in [out] if suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
         figure.savefig(target, dpi=130)
+        print(f"wrote {target}")
 
 
 def draw(axes, steps: list[int], values: list[float], label: str, color: str) -> None:
@@ -159,7 +163,7 @@ def norms(out: str, run: str, layers: list[int]) -> None:
         row[0].set_ylabel("‖O‖²")
     grid[0][0].legend(frameon=False)
     tidy(grid.flat)
-    figure.suptitle("Squared norm of the whitened update")
+    figure.suptitle("Squared norm of the whitened update (of the momentum)")
     save(figure, out)
 
 
@@ -179,7 +183,7 @@ def gain(out: str, run: str) -> None:
 
     pictures = [
         ("gradient", "gain", "nuclear_norm", "gain Σ‖Gᵢ‖* − ‖G‖*, part of ‖G‖*"),
-        ("momentum", "first_order_gain", "first_order", "⟨G, O⟩ gained, part of the whole's"),
+        ("momentum", "first_order_gain", "first_order", "⟨G, sO⟩ gained, part of the whole's"),
         ("momentum", "norm_cost", "squared_norm", "cost Σ‖Oᵢ‖² − ‖O‖², part of ‖O‖²"),
     ]
     figure, row = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
@@ -197,6 +201,35 @@ def gain(out: str, run: str) -> None:
     save(figure, out)
 
 
+def numbers(run: str) -> None:
+    lines = [line for line in records(run, "diagnostics.jsonl") if line["part"] in ("q", "k")]
+    names = groupings_of(lines)
+    columns = [f"rank of {of}s" for of in ("gradient", "momentum")]
+    columns += ["‖O‖²", "gain / ‖G‖*", "heads larger"]
+    print("Ranks at 0.01 σ₁ by rows, in the order " + ", ".join(map(label_of, names)) + ".\n")
+    print("| step | " + " | ".join(columns) + " |")
+    print("|---:|" + "---|" * len(columns))
+    steps = sorted({line["step"] for line in lines})
+    for step in dict.fromkeys([*steps[:10], *steps[10::10], steps[-1]]):
+        here = [line for line in lines if line["step"] == step]
+
+        def means(of: str, value, chosen=here) -> list[float]:
+            picked = ([li for li in chosen if (li["of"], li["grouping"]) == (of, n)] for n in names)
+            return [sum(map(value, group)) / len(group) for group in picked]
+
+        cells = [
+            " ".join(f"{v:.2f}" for v in means(of, lambda li: li["ranks"][1] / li["rows"]))
+            for of in ("gradient", "momentum")
+        ]
+        cells.append(" ".join(f"{v:.1f}" for v in means("momentum", lambda li: li["squared_norm"])))
+        nuclear = means("gradient", lambda li: li["nuclear_norm"])
+        cells.append(" ".join(f"{v / nuclear[0] - 1:.3f}" for v in nuclear[1:]))
+        heads = [li for li in here if (li["of"], li["grouping"]) == ("momentum", "1")]
+        larger = sum(li["against three-way"]["norm_cost"] > 0 for li in heads)
+        cells.append(f"{larger} of {len(heads)}" if heads else "")
+        print(f"| {step} | " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     match sys.argv[1:]:
         case ["curves", out, *runs] if runs:
@@ -207,6 +240,10 @@ def main() -> None:
             norms(out, run, [int(layer) for layer in layers])
         case ["gain", out, run]:
             gain(out, run)
+        case ["numbers", run]:
+            numbers(run)
+        case ["--help" | "-h"]:
+            print(__doc__)
         case _:
             sys.exit(__doc__)
 

@@ -56,7 +56,7 @@ std::vector<const MatrixResult*> single_matrices(const Analysis& analysis) {
 std::string by_matrix(const Analysis& analysis) {
   std::vector<std::vector<std::string>> rows = {
       {"matrix", "β along three-way", "2nd/1st order", "criterion favours", "best, same batch",
-       "best, held out", "agrees"}};
+       "best, held out", "agrees, same batch"}};
   for (const auto& matrix : analysis.matrices) {
     const auto& verdict = verdict_at(matrix, 1);
     const auto& full = find_step(matrix.candidates[kThreeWay], 1, false);

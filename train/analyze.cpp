@@ -98,6 +98,10 @@ Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::strin
       training.size(), config_.context, static_cast<uint64_t>(config_.seed), config_.shuffle);
   const gpt::SequenceOrder held_out(validation.size(), config_.context, 0);
   const int64_t wanted = options.sequences > 0 ? options.sequences : config_.batch;
+  TORCH_CHECK_VALUE(
+      options.sequences <= std::min(order.windows(), held_out.windows()),
+      "sequences should be at most ", std::min(order.windows(), held_out.windows()),
+      ", those of the data, not ", options.sequences);
   std::vector<int64_t> starts, held_out_starts;
   for (int64_t i = 0; i < wanted; ++i) {
     starts.push_back(order.start_of(state_.step * config_.batch + i));

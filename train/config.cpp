@@ -27,7 +27,8 @@ std::vector<Key> make_keys() {
       {"model", "vocabulary", &C::vocabulary,
        "Entries; 0: those of the data's vocabulary.tiktoken, or else GPT-2's 50257", 0},
       {"model", "precision", &C::precision, "Of matrix products: bf16 or fp32; weights are fp32"},
-      {"model", "init", &C::init, "Safetensors file to begin with; empty: random weights"},
+      {"model", "init", &C::init,
+       "A run, a checkpoint or a safetensors file to begin with; empty: random weights"},
 
       {"data", "data", &C::data, "Folder with *train*.bin and *val*.bin shards", 1, kFree},
       {"data", "batch", &C::batch, "Sequences a step"},

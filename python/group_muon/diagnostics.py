@@ -219,6 +219,8 @@ def _place_of(optimizer: GroupMuon, parameter: Tensor) -> tuple[dict, str]:
         for other, name in zip(group["params"], names):
             if other is parameter:
                 if parameter.grad is None:
-                    raise ValueError(f"group_muon: parameter '{name}' has no gradient yet")
+                    raise ValueError(
+                        f"group_muon: parameter '{name}' has no gradient: call backward() first"
+                    )
                 return group, (group["partitions"] or names)[names.index(name)]
     raise ValueError("group_muon: the optimizer does not have this parameter")

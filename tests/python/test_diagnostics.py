@@ -169,7 +169,7 @@ class TestPythonDoor:
             diagnostics.measure(gradient.long(), gradient.long(), layout)
         weight = torch.nn.Parameter(torch.randn(24, 8))
         optimizer = group_muon.GroupMuon([weight])
-        with pytest.raises(ValueError, match="no gradient"):
+        with pytest.raises(ValueError, match="call backward"):
             diagnostics.of_parameter(optimizer, weight, ["1"])
         weight.grad = gradient
         with pytest.raises(ValueError, match="no heads"):
@@ -466,9 +466,11 @@ class TestAnalyze:
             (["--factors", "1,inf"], "factors should be above 0"),
             (["--factors", "1,1"], "given twice"),
             (["--groups", "1,1"], "the same as 1"),
-            (["--sequences", "-3"], "sequences should be"),
-            (["--threads", "-1"], "threads should be"),
-            (["--lr", "-1"], "lr should be above 0"),
+            (["--sequences", "-3"], "--sequences"),
+            (["--sequences", "0"], "--sequences"),
+            (["--sequences", "100000"], "sequences should be at most"),
+            (["--threads", "-1"], "--threads"),
+            (["--lr", "0"], "--lr"),
             (["--json", "/nowhere/a.json"], "/nowhere"),
         ],
     )
@@ -520,6 +522,17 @@ class TestPictures:
             assert "<svg" in picture
             if kind == "gain":  # two groupings of one size are told apart
                 assert "g = 2, random" in picture and "g = 2, adjacent" in picture
+        numbers = self.plot("numbers", run)
+        whole = [
+            line["ranks"][1] / line["rows"]
+            for line in map(json.loads, (run / "diagnostics.jsonl").read_text().splitlines()[:-1])
+            if (line["step"], line["of"], line["grouping"]) == (8, "gradient", "three-way")
+            and line["part"] in ("q", "k")
+        ]
+        assert f"| 8 | {sum(whole) / len(whole):.2f} " in numbers.stdout, numbers.stderr
+        assert self.plot("--help").returncode == 0
+        assert self.plot("curves", tmp_path / "new/c.svg", run).returncode == 0
+        assert (tmp_path / "new/c.svg").exists()
         assert self.plot("curves", tmp_path / "c.svg", run).returncode == 0
         assert (tmp_path / "c.svg").exists() and not (tmp_path / "c.svg.png").exists()
 

@@ -75,6 +75,10 @@ std::vector<Key> make_keys() {
       {"schedule", "warmdown", &C::warmdown, "Last steps, over which they fall linearly to 0", 0},
       {"schedule", "clip", &C::clip, "Scale gradients down to this global norm; 0: never"},
       {"schedule", "seed", &C::seed, "Of weights, random groups and the order of later epochs", 0},
+      {"schedule", "perturb", &C::perturb,
+       "Another run but for noise: each initial weight moves by one rounding error, by this seed; "
+       "0: none",
+       0},
 
       {"validation", "validation-interval", &C::validation_interval,
        "Steps from one validation to the next; also before the first and after the last step"},

@@ -59,6 +59,7 @@ struct Config {
   int64_t warmdown = 1800;
   double clip = 0;
   int64_t seed = 0;
+  int64_t perturb = 0;
   // validation
   int64_t validation_interval = 125;
   int64_t validation_tokens = 10485760;

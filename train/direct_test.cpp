@@ -1,11 +1,11 @@
 #include "train/direct_test.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 
 #include <cmath>
 
 #include "group_muon/diagnostics.h"
+#include "train/recipe.h"
 
 namespace train {
 namespace {
@@ -48,17 +48,11 @@ void DirectTest::restore() {
 }
 
 Losses DirectTest::noise() {
-  const torch::NoGradGuard no_grad;
-  const auto generator = at::detail::createCPUGenerator(/*seed_val=*/1);
-  const double rounding = std::ldexp(1.0, -23);
   Losses squares;
   for (int i = 0; i < kNoiseSamples; ++i) {
-    for (size_t w = 0; w < weights_.size(); ++w) {
-      const Tensor& original = originals_[w];
-      const Tensor sign =
-          at::randint(0, 2, original.sizes(), generator, at::TensorOptions(at::kFloat)) * 2 - 1;
-      weights_[w].weight.value.copy_(original * (1 + rounding * sign.to(original.device())));
-    }
+    std::vector<Tensor> values;
+    for (const auto& weight : weights_) values.push_back(weight.weight.value);
+    perturb(values, i);
     const auto now = losses_();
     squares.same += std::pow(now.same - before_.same, 2);
     squares.held_out += std::pow(now.held_out - before_.held_out, 2);

@@ -1,5 +1,7 @@
 #include "train/recipe.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <algorithm>
 #include <cmath>
 #include <string_view>
@@ -154,6 +156,16 @@ std::string resolved_method(const Config& config) {
   options.method = group_muon::Method::kAuto;
   options.precision = group_muon::parse_precision(config.muon_precision);
   return config.device == "cpu" && group_muon::can_use_cpu_gram(options) ? "gram" : "newton_schulz";
+}
+
+void perturb(const std::vector<torch::Tensor>& weights, uint64_t seed) {
+  const torch::NoGradGuard no_grad;
+  const auto generator = at::detail::createCPUGenerator(seed);
+  for (const auto& weight : weights) {
+    const torch::Tensor sign =
+        at::randint(0, 2, weight.sizes(), generator, at::TensorOptions(at::kFloat)) * 2 - 1;
+    weight.mul_(1 + std::ldexp(1.0, -23) * sign.to(weight.device()));
+  }
 }
 
 double lr_factor(const Config& config, int64_t step) {

@@ -21,6 +21,9 @@ std::vector<std::string> unused_groupings(const Config& config);
 /// linearly over the last `warmdown` steps.
 double lr_factor(const Config& config, int64_t step);
 
+/// Moves every weight up or down by one rounding error of fp32, drawn from the seed.
+void perturb(const std::vector<torch::Tensor>& weights, uint64_t seed);
+
 /// The method, and what "auto" comes to on this machine.
 std::string resolved_method(const Config& config);
 

@@ -355,6 +355,7 @@ void Trainer::save() {
 void Trainer::start(const std::string& checkpoint) {
   if (checkpoint.empty()) {
     if (!config_.init.empty()) load_weights(config_.init, model_);
+    if (config_.perturb > 0) perturb(model_.parameters(), static_cast<uint64_t>(config_.perturb));
     return;
   }
   const auto saved = load_checkpoint(checkpoint, model_, optimizers_);

@@ -422,6 +422,23 @@ class TestResume:
         program("train", "--resume", start, "--data", tmp_path / "data2")
 
 
+class TestPerturb:
+    def test_one_rounding_error_makes_a_run_of_its_own(self, tmp_path, data):
+        for name, perturb in (("a", 0), ("b", 1), ("c", 1), ("d", 2)):
+            train(data, tmp_path / name, perturb=perturb, precision="fp32")
+        a, b, c, d = (values(tmp_path / name, "validation_loss") for name in "abcd")
+        assert b == c and len({a[-1], b[-1], d[-1]}) == 3
+        assert b[0] == pytest.approx(a[0], abs=1e-5) and b[-1] == pytest.approx(a[-1], abs=1e-2)
+
+    def test_a_resumed_run_is_not_moved_again(self, tmp_path, data):
+        train(data, tmp_path / "whole", perturb=3)
+        train(data, tmp_path / "cut", perturb=3)
+        shutil.rmtree(tmp_path / "cut/checkpoints/step-000012")
+        program("train", "--resume", tmp_path / "cut")
+        assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+        assert last_weights(tmp_path / "cut") == last_weights(tmp_path / "whole")
+
+
 class TestBadInput:
     def refused(self, data, out, *messages, **options):
         """One clear line, a non-zero exit, nothing written."""

@@ -1,0 +1,224 @@
+#include "study/plan.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#define TOML_EXCEPTIONS 1
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <sstream>
+
+#include "study/settings.h"
+
+namespace study {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kNoise = "noise";
+
+// Refuses words that are not known here.
+void check_words(const toml::table& table, const std::vector<std::string>& known) {
+  for (const auto& [word, value] : table) {
+    const std::string name(word.str());
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    const std::string near = train::nearest(name, known);
+    TORCH_CHECK_VALUE(
+        false, "there is no '", name, "' here",
+        near.empty() ? std::string() : c10::str("; did you mean '", near, "'?"));
+  }
+}
+
+int64_t seeds_of(const toml::node& node, const std::string& name) {
+  const auto* number = node.as_integer();
+  TORCH_CHECK_VALUE(
+      number != nullptr && number->get() >= 1 && number->get() <= 1000, name,
+      " should be a whole number from 1 to 1000");
+  return number->get();
+}
+
+std::string text_of(const toml::node& node, const std::string& name) {
+  const auto* text = node.as_string();
+  TORCH_CHECK_VALUE(text != nullptr, name, " should be a text");
+  return text->get();
+}
+
+// Names of settings, or table1 for all of them.
+std::vector<std::string> settings_of(const toml::node& node) {
+  std::vector<std::string> names;
+  if (node.is_string() && node.as_string()->get() == "table1") {
+    for (const auto& setting : table1_settings()) names.push_back(setting.name);
+    return names;
+  }
+  const auto* list = node.as_array();
+  TORCH_CHECK_VALUE(
+      list != nullptr && !list->empty(), "settings should be \"table1\" or a list of names");
+  for (const auto& item : *list) {
+    names.push_back(find_setting(text_of(item, "a setting")).name);
+    TORCH_CHECK_VALUE(
+        std::count(names.begin(), names.end(), names.back()) == 1, "setting '", names.back(),
+        "' is listed twice");
+  }
+  return names;
+}
+
+// Options of `group-muon train`, checked one by one.
+train::Settings options_of(const toml::table& table) {
+  train::Settings options;
+  for (const auto& [word, value] : table) {
+    const auto& key = train::find_key(word.str());
+    for (const char* own : {"out", "data", "seed", "threads"}) {
+      TORCH_CHECK_VALUE(
+          std::string_view(key.name) != own, "'", own,
+          "' is not for a study file: it is given to the command, or "
+          "differs from run to run");
+    }
+    std::ostringstream text;
+    if (const auto* string = value.as_string()) {
+      text << string->get();
+    } else if (value.is_boolean()) {
+      text << (value.as_boolean()->get() ? "true" : "false");
+    } else if (value.is_integer()) {
+      text << value.as_integer()->get();
+    } else if (value.is_floating_point()) {
+      text.precision(17);
+      text << value.as_floating_point()->get();
+    } else {
+      TORCH_CHECK_VALUE(false, key.name, " should be a text, a number, true or false");
+    }
+    options.emplace_back(key.name, text.str());
+    train::configure({options.back()});
+  }
+  return options;
+}
+
+const toml::table& table_of(const toml::node& node, const std::string& name) {
+  const auto* table = node.as_table();
+  TORCH_CHECK_VALUE(table != nullptr, name, " should be a table");
+  return *table;
+}
+
+Variant variant_of(const toml::table& table) {
+  check_words(table, {"name", "settings", "seeds", "options"});
+  Variant variant;
+  TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
+  variant.name = text_of(*table.get("name"), "a variant's name");
+  TORCH_CHECK_VALUE(
+      !variant.name.empty() && variant.name != kNoise &&
+          variant.name.find_first_of("/\\ .") == std::string::npos,
+      "a variant's name is a folder's: '", variant.name, "' cannot be one");
+  TORCH_CHECK_VALUE(
+      table.contains("settings") && table.contains("options"), "variant '", variant.name,
+      "' needs settings and options");
+  variant.settings = settings_of(*table.get("settings"));
+  variant.options = options_of(table_of(*table.get("options"), "options"));
+  if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
+  return variant;
+}
+
+Study study_of(const toml::table& file, const fs::path& folder) {
+  check_words(file, {"base", "settings", "seeds", "options", "more-seeds", "variants", "noise"});
+  Study study;
+  if (file.contains("base")) {
+    study.options = train::read_settings((folder / text_of(*file.get("base"), "base")).string());
+  }
+  if (file.contains("options")) {
+    const auto own = options_of(table_of(*file.get("options"), "options"));
+    study.options.insert(study.options.end(), own.begin(), own.end());
+  }
+  TORCH_CHECK_VALUE(
+      file.contains("settings"), "which settings? Give settings = \"table1\" or a list");
+  study.settings = settings_of(*file.get("settings"));
+  if (file.contains("seeds")) study.seeds = seeds_of(*file.get("seeds"), "seeds");
+  if (file.contains("more-seeds")) {
+    for (const auto& [name, value] : table_of(*file.get("more-seeds"), "more-seeds")) {
+      const std::string setting = find_setting(std::string(name.str())).name;
+      study.more_seeds[setting] = seeds_of(value, setting);
+    }
+  }
+  if (file.contains("variants")) {
+    const auto* list = file.get("variants")->as_array();
+    TORCH_CHECK_VALUE(list != nullptr, "variants should be tables [[variants]]");
+    for (const auto& item : *list)
+      study.variants.push_back(variant_of(table_of(item, "a variant")));
+  }
+  if (file.contains("noise")) {
+    const auto& noise = table_of(*file.get("noise"), "noise");
+    check_words(noise, {"setting", "seeds"});
+    TORCH_CHECK_VALUE(
+        noise.contains("setting") && noise.contains("seeds"), "noise needs a setting and seeds");
+    study.noise_setting = find_setting(text_of(*noise.get("setting"), "setting")).name;
+    study.noise_seeds = seeds_of(*noise.get("seeds"), "seeds");
+  }
+  return study;
+}
+
+}  // namespace
+
+Study read_study(const std::string& path) {
+  TORCH_CHECK_VALUE(fs::is_regular_file(path), "there is no file '", path, "'");
+  try {
+    return study_of(toml::parse_file(path), fs::path(path).parent_path());
+  } catch (const toml::parse_error& error) {
+    std::ostringstream where;
+    where << error.source().begin;
+    TORCH_CHECK_VALUE(false, "'", path, "': ", error.description(), " (", where.str(), ")");
+  } catch (const c10::ValueError& error) {
+    TORCH_CHECK_VALUE(false, "'", path, "': ", error.what_without_backtrace());
+  }
+}
+
+std::vector<PlannedRun> make_plan(const Study& study) {
+  std::vector<PlannedRun> plan;
+  const auto add = [&](const std::string& setting, const std::string& variant, int64_t seed,
+                       const train::Settings& more) {
+    PlannedRun run;
+    run.name = c10::str(variant, variant.empty() ? "" : "/", setting, "/seed-", seed);
+    run.setting = setting;
+    run.variant = variant;
+    run.seed = seed;
+    run.options = study.options;
+    for (const auto* list : {&more, &find_setting(setting).options}) {
+      run.options.insert(run.options.end(), list->begin(), list->end());
+    }
+    run.options.emplace_back("seed", std::to_string(seed));
+    plan.push_back(std::move(run));
+  };
+  const auto seeds_of_setting = [&](const std::string& setting) {
+    const auto more = study.more_seeds.find(setting);
+    return more == study.more_seeds.end() ? study.seeds : std::max(study.seeds, more->second);
+  };
+  int64_t most = study.noise_seeds;
+  for (const auto& setting : study.settings) most = std::max(most, seeds_of_setting(setting));
+  for (const auto& variant : study.variants) most = std::max(most, variant.seeds);
+  for (int64_t seed = 0; seed < most; ++seed) {
+    for (const auto& setting : study.settings) {
+      if (seed < seeds_of_setting(setting)) add(setting, "", seed, {});
+    }
+    if (seed < study.noise_seeds) {
+      add(study.noise_setting, kNoise, seed, {{"perturb", std::to_string(seed + 1)}});
+    }
+    for (const auto& variant : study.variants) {
+      for (const auto& setting : variant.settings) {
+        if (seed < variant.seeds) add(setting, variant.name, seed, variant.options);
+      }
+    }
+  }
+  return plan;
+}
+
+const PlannedRun& find_run(const std::vector<PlannedRun>& plan, const std::string& name) {
+  std::vector<std::string> names;
+  for (const auto& run : plan) {
+    if (run.name == name) return run;
+    names.push_back(run.name);
+  }
+  const std::string near = train::nearest(name, names);
+  TORCH_CHECK_VALUE(
+      false, "the study has no run '", name, "'",
+      near.empty() ? std::string() : c10::str("; did you mean ", near, "?"));
+}
+
+}  // namespace study

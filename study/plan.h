@@ -1,0 +1,52 @@
+#pragma once
+// A study file: which settings with which seeds, and the training runs that they come to.
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "train/config.h"
+
+namespace study {
+
+/// The same settings with other options, such as half the learning rate.
+struct Variant {
+  std::string name;
+  std::vector<std::string> settings;
+  int64_t seeds = 1;
+  train::Settings options;
+};
+
+/// What a study file says.
+struct Study {
+  train::Settings options;                    // of every run: those of its base, then its own
+  std::vector<std::string> settings;          // names
+  int64_t seeds = 1;                          // of each
+  std::map<std::string, int64_t> more_seeds;  // of some
+  std::vector<Variant> variants;
+  /// A/A: this setting once more with so many seeds, from weights moved by one rounding error.
+  std::string noise_setting;
+  int64_t noise_seeds = 0;
+};
+
+/// Reads one. Unknown words are errors with the nearest known one.
+Study read_study(const std::string& path);
+
+/// One run of a study.
+struct PlannedRun {
+  std::string
+      name;  // its folder within the study's: packed/seed-0, half-lr/packed/seed-0, noise/packed/seed-0
+  std::string setting;
+  std::string variant;  // empty: none; "noise": A/A
+  int64_t seed = 0;
+  train::Settings options;  // all but the data and the folder
+};
+
+/// Seed by seed, so that every setting has some before any has all.
+std::vector<PlannedRun> make_plan(const Study& study);
+
+/// The run of that name, or an error with the nearest.
+const PlannedRun& find_run(const std::vector<PlannedRun>& plan, const std::string& name);
+
+}  // namespace study

@@ -1,0 +1,103 @@
+// Study files: what they come to, and what is wrong with bad ones.
+
+#include <fstream>
+#include <set>
+
+#include "study/plan.h"
+#include "testing.h"
+#include "train/recipe.h"
+
+namespace study {
+namespace {
+
+class PlanTest : public ::testing::Test {
+ protected:
+  std::string write(const std::string& text, const std::string& name = "study.toml") {
+    std::ofstream(folder_ / name) << text;
+    return folder_ / name;
+  }
+  std::vector<PlannedRun> plan(const std::string& text) {
+    return make_plan(read_study(write(text)));
+  }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(PlanTest, TheSmallStudy) {
+  const auto runs = make_plan(read_study(GROUP_MUON_SOURCE "/configs/table1-small.toml"));
+  std::set<std::string> names;
+  int headline = 0, noise = 0, variants = 0;
+  for (const auto& run : runs) {
+    names.insert(run.name);
+    headline += run.variant.empty() ? 1 : 0;
+    noise += run.variant == "noise" ? 1 : 0;
+    variants += run.variant == "half-lr" || run.variant == "double-lr" ? 1 : 0;
+    auto options = run.options;
+    options.emplace_back("data", "somewhere");
+    train::check(train::configure(options));
+  }
+  EXPECT_EQ(names.size(), runs.size());
+  EXPECT_EQ(headline, 5 * 8 + 29 * 2);
+  EXPECT_EQ(noise, 8);
+  EXPECT_EQ(variants, 2 * 4 * 4);
+}
+
+TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {
+  write("[model]\nlayers = 3\nwidth = 96\n[muon]\nmuon-lr = 0.01\n", "base.toml");
+  const auto runs = plan(
+      "base = \"base.toml\"\nsettings = [\"packed\", \"qk-6-random\"]\nseeds = 2\n"
+      "[options]\nsteps = 50\nwarmdown = 0\n"
+      "[[variants]]\nname = \"fast\"\nsettings = [\"qk-6-random\"]\noptions = { muon-lr = 0.02 }\n"
+      "[noise]\nsetting = \"packed\"\nseeds = 1\n");
+  std::vector<std::string> names;
+  for (const auto& run : runs) names.push_back(run.name);
+  EXPECT_EQ(
+      names, (std::vector<std::string>{
+                 "packed/seed-0", "qk-6-random/seed-0", "noise/packed/seed-0",
+                 "fast/qk-6-random/seed-0", "packed/seed-1", "qk-6-random/seed-1"}));
+  const auto config = [&](const char* name) {
+    return train::configure(find_run(runs, name).options);
+  };
+  EXPECT_EQ(config("packed/seed-1").layers, 3);
+  EXPECT_EQ(config("packed/seed-1").steps, 50);
+  EXPECT_EQ(config("packed/seed-1").seed, 1);
+  EXPECT_EQ(config("packed/seed-1").qkv, "packed");
+  EXPECT_EQ(config("packed/seed-1").perturb, 0);
+  EXPECT_EQ(config("noise/packed/seed-0").perturb, 1);
+  EXPECT_EQ(config("noise/packed/seed-0").seed, 0);
+  EXPECT_EQ(config("qk-6-random/seed-0").muon_lr, 0.01);
+  EXPECT_EQ(config("fast/qk-6-random/seed-0").muon_lr, 0.02);
+  EXPECT_EQ(config("fast/qk-6-random/seed-0").qk_group, "6:random");
+  EXPECT_ERROR_SAYS(find_run(runs, "packed/sed-1"), "did you mean packed/seed-1?");
+}
+
+TEST_F(PlanTest, WrongFilesAreNamed) {
+  const auto error = [&](const std::string& text) {
+    return error_of([&] { read_study(write(text)); });
+  };
+  const auto says = [&](const std::string& text, const char* words) {
+    const std::string message = error(text);
+    EXPECT_NE(message.find(words), std::string::npos) << message;
+    EXPECT_NE(message.find("study.toml"), std::string::npos) << message;
+  };
+  says("settings = [\"qk-6-rndom\"]", "did you mean qk-6-random?");
+  says("setings = \"table1\"", "did you mean 'settings'?");
+  says("settings = []", "list of names");
+  says("seeds = 3", "which settings?");
+  says("settings = [\"packed\", \"packed\"]", "listed twice");
+  says("settings = \"table1\"\nseeds = 0", "from 1 to 1000");
+  says("settings = \"table1\"\n[options]\nstps = 3", "did you mean 'steps'?");
+  says("settings = \"table1\"\n[options]\nsteps = \"many\"", "steps should be a whole number");
+  says("settings = \"table1\"\n[options]\nseed = 3", "'seed' is not for a study file");
+  says("settings = \"table1\"\n[more-seeds]\npaked = 3", "did you mean packed?");
+  says("settings = \"table1\"\n[noise]\nsetting = \"packed\"", "needs a setting and seeds");
+  says(
+      "settings = \"table1\"\n[[variants]]\nname = \"a/b\"\nsettings = \"table1\"\noptions = {}",
+      "cannot be one");
+  says("settings = \"table1\"\nbase = \"nowhere.toml\"", "nowhere.toml");
+  says("settings = ", "study.toml");
+  EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");
+}
+
+}  // namespace
+}  // namespace study

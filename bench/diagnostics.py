@@ -3,11 +3,8 @@
 ./run bench diagnostics [--repeats 5] [--threads 2] [--json FILE]
 """
 
-import argparse
-import pathlib
-
 import torch
-from measure import Contender, load, machine, pin, print_table, rounds, write_json
+from measure import Contender, arguments_of, load, machine, pin, print_table, rounds, write_json
 
 import group_muon
 from group_muon import diagnostics
@@ -41,13 +38,7 @@ def contenders(heads: int, head_dim: int) -> list[Contender]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
+    arguments = arguments_of(__doc__).parse_args()
     pin(arguments.threads)
     torch.manual_seed(0)
     facts = machine(arguments.threads)

@@ -1,5 +1,6 @@
 """What the benchmark tables share: contenders that take turns, the machine's limits, printing."""
 
+import argparse
 import json
 import math
 import os
@@ -113,6 +114,15 @@ def machine(threads: int) -> dict[str, object]:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return dict(cpu=models[0] if models else "unknown", cores=threads, torch=torch.__version__)
+
+
+def arguments_of(doc: str | None) -> argparse.ArgumentParser:
+    """What every table takes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
+    return parser
 
 
 def note(text: str, end: str = "\n") -> None:

@@ -31,6 +31,7 @@ from contenders import (
 )
 from measure import (
     Contender,
+    arguments_of,
     copy_bandwidth,
     gemm_peak,
     load,
@@ -313,18 +314,13 @@ TABLES = dict(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("table", nargs="?", choices=TABLES, default="step")
     parser.add_argument("--layers", type=int, default=12, help="of GPT-2 Small's twelve")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="step: rows that match, and their baselines")
     parser.add_argument("--budget", type=float, default=0.5, help="blocks: seconds a cell, about")
     parser.add_argument("--checkpoint", type=pathlib.Path, help="accuracy: a checkpoint's folder")
     parser.add_argument("--heads", type=int, default=HEADS, help="accuracy: of the checkpoint")
-    parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     pin(arguments.threads)
     torch.manual_seed(0)

@@ -104,12 +104,9 @@ Update update_of(const Tensor& x, const Weight& weight, const StepOptions& optio
   for (const auto& slot : slots_of(weight, options)) {
     const Tensor blocks = blocks_of(x, slot), index = index_of(slot.rows, x);
     use(slot, blocks);
-    auto orthogonalization = options.orthogonalize;
-    if (orthogonalization.rank_tolerance == 0) {  // as the step has it
-      orthogonalization.rank_tolerance = default_rank_tolerance(
-          weight.value.scalar_type(), orthogonalization.precision,
-          std::max(blocks.size(1), blocks.size(2)));
-    }
+    const auto orthogonalization = with_rank_tolerance(  // as the step has it
+        options.orthogonalize, weight.value.scalar_type(),
+        std::max(blocks.size(1), blocks.size(2)));
     const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
     update.o.index_copy_(1, index, white.view({x.size(0), -1, x.size(2)}));
     update.scale.index_fill_(0, index, slot.scale);

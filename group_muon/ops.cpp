@@ -316,6 +316,15 @@ TORCH_LIBRARY(group_muon, m) {
           kStepSchema + kOrthogonalizeSchema + ") -> Tensor",
       &StepOperators::scaled_update);
   m.def("spectra(Tensor blocks, bool exact) -> Tensor", spectra_op);
+  m.def("imbalance(float[] norms) -> float", [](const Floats& norms) { return imbalance(norms); });
+  m.def(
+      "guaranteed_decrease(float first_order, float squares, float lr, float beta) -> float",
+      [](double first_order, double squares, double lr, double beta) {
+        Whitening update;
+        update.first_order = first_order;
+        update.step_squared_norm = squares;
+        return guaranteed_decrease(update, lr, beta);
+      });
   m.def("as_one_block(str layout) -> str", [](const std::string& layout) {
     return to_string(as_one_block(parse_layout(layout)));
   });

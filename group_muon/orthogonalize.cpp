@@ -254,6 +254,14 @@ double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, i
       static_cast<double>(long_side) * epsilon(svd_precision(precision)), epsilon(data));
 }
 
+OrthogonalizeOptions with_rank_tolerance(
+    OrthogonalizeOptions options, c10::ScalarType data, int64_t long_side) {
+  if (options.rank_tolerance == 0) {
+    options.rank_tolerance = default_rank_tolerance(data, options.precision, long_side);
+  }
+  return options;
+}
+
 Tensor orthogonalize(const Tensor& blocks, const OrthogonalizeOptions& options) {
   check(options);
   TORCH_CHECK_VALUE(
@@ -271,11 +279,7 @@ Tensor orthogonalize(const Tensor& blocks, const OrthogonalizeOptions& options) 
   x = x.to(
       options.precision == at::kDouble || x.scalar_type() == at::kDouble ? at::kDouble
                                                                          : at::kFloat);
-  auto complete = options;
-  if (options.rank_tolerance == 0) {
-    complete.rank_tolerance =
-        default_rank_tolerance(blocks.scalar_type(), options.precision, std::max(rows, cols));
-  }
+  const auto complete = with_rank_tolerance(options, blocks.scalar_type(), std::max(rows, cols));
   if (x.is_cpu() && can_use_cpu_gram(complete))
     return gram_on_cpu(x, complete).view(blocks.sizes());
   const bool tall = rows > cols;

@@ -66,6 +66,10 @@ struct OrthogonalizeOptions {
 /// rounding, or one unit of the data's, whichever is larger.
 double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side);
 
+/// The options with that in the place of a rank_tolerance of 0.
+OrthogonalizeOptions with_rank_tolerance(
+    OrthogonalizeOptions options, c10::ScalarType data, int64_t long_side);
+
 /// Orthogonalizes every matrix of `blocks` (… × m × n, any aspect ratio); returns a new tensor of
 /// that shape in the working precision. Zero gives zero, a block with NaN or Inf gives NaN, and no
 /// block touches another.

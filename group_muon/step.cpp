@@ -356,12 +356,9 @@ void step(const std::vector<Weight>& weights, const StepOptions& options) {
       step_on_cpu(bucket, weights, options);
       continue;
     }
-    auto orthogonalization = options.orthogonalize;
-    if (orthogonalization.rank_tolerance == 0) {  // gathering hides how coarse the momentum is
-      orthogonalization.rank_tolerance = default_rank_tolerance(
-          c10::typeMetaToScalarType(bucket.momentum.dtype()), orthogonalization.precision,
-          bucket.long_side);
-    }
+    const auto orthogonalization = with_rank_tolerance(  // gathering hides how coarse the momentum is
+        options.orthogonalize, c10::typeMetaToScalarType(bucket.momentum.dtype()),
+        bucket.long_side);
     const Tensor blocks = gather(bucket, weights, options);
     apply(bucket, orthogonalize(blocks, orthogonalization), weights);
   }

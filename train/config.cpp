@@ -1,14 +1,13 @@
 #include "train/config.h"
 
-#define TOML_EXCEPTIONS 1
-#include <toml++/toml.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <numeric>
 #include <sstream>
+
+#include "train/toml_file.h"
 
 namespace train {
 namespace {
@@ -149,14 +148,6 @@ std::string show_number(Number value) {
   return {digits, end};
 }
 
-std::string text_of(const toml::node& node, const std::string& name) {
-  if (const auto* text = node.as_string()) return text->get();
-  if (const auto* number = node.as_integer()) return show_number(number->get());
-  if (const auto* number = node.as_floating_point()) return show_number(number->get());
-  if (const auto* value = node.as_boolean()) return value->get() ? "true" : "false";
-  TORCH_CHECK_VALUE(false, name, " should be a text, a number, true or false");
-}
-
 // A TOML string.
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -226,19 +217,20 @@ const Key& find_key(std::string_view name) {
       near.empty() ? std::string() : c10::str("; did you mean '", near, "'?"));
 }
 
+std::string text_of(const toml::node& node, const std::string& name) {
+  if (const auto* text = node.as_string()) return text->get();
+  if (const auto* number = node.as_integer()) return show_number(number->get());
+  if (const auto* number = node.as_floating_point()) return show_number(number->get());
+  if (const auto* value = node.as_boolean()) return value->get() ? "true" : "false";
+  TORCH_CHECK_VALUE(false, name, " should be a text, a number, true or false");
+}
+
 Settings read_settings(const std::string& path) {
-  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
-  try {
-    const Settings settings = settings_of(toml::parse_file(path));
+  return read_toml(path, [](const toml::table& file) {
+    const Settings settings = settings_of(file);
     configure(settings);  // so that an error of a value names the file
     return settings;
-  } catch (const toml::parse_error& error) {
-    std::ostringstream where;
-    where << error.source().begin;
-    TORCH_CHECK_VALUE(false, "'", path, "': ", error.description(), " (", where.str(), ")");
-  } catch (const c10::ValueError& error) {
-    TORCH_CHECK_VALUE(false, "'", path, "': ", error.what_without_backtrace());
-  }
+  });
 }
 
 void set(Config& config, const Key& key, const std::string& text) {

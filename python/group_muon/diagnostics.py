@@ -9,7 +9,7 @@ or, between backward() and step(), for a weight of a GroupMuon:
     for name, parts in diagnostics.of_parameter(optimizer, weight, ["1", "6:random"]).items(): ...
 """
 
-import math
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,24 +23,11 @@ _ops = torch.ops.group_muon
 RANK_TOLERANCES = (1e-1, 1e-2, 1e-3, None)
 """Relative to the largest singular value; the last is machine precision."""
 
-_DEFAULTS = dict(
-    momentum=0.95,
-    nesterov=True,
-    average=False,
-    seed=0,
-    base_scale="sqrt_max",
-    transfer="same",
-    reference="segment",
-    method="auto",
-    coefficients="quintic",
-    steps=5,
-    tail_steps=0,
-    restarts=(),
-    precision="bfloat16",
-    eps=1e-7,
-    relative_eps=True,
-    rank_tolerance=0.0,
-)
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(GroupMuon).parameters.items()
+    if name in _SHARED
+}
 IDEAL = dict(method="exact", precision="float64", base_scale="naive", transfer="naive")
 """Options of measure() for the theory's Muon: exact polar factors, steps of lr itself."""
 
@@ -78,7 +65,7 @@ class Whitening:
 
     def guaranteed_decrease(self, lr: float, beta: float) -> float:
         """Of the loss, by β-smoothness: lr⟨G, sO⟩ - β/2·lr²‖sO‖²."""
-        return lr * self.first_order - beta / 2 * lr**2 * self.step_squared_norm
+        return _ops.guaranteed_decrease(self.first_order, self.step_squared_norm, lr, beta)
 
 
 @dataclass(frozen=True)
@@ -172,10 +159,7 @@ def compare(grouped: Whitening, full: Whitening, lr: float) -> Comparison:
 
 def imbalance(norms: Sequence[float]) -> float:
     """Standard deviation over mean: 0 if all heads are alike."""
-    if not norms or not any(norms):
-        return 0.0
-    mean = sum(norms) / len(norms)
-    return math.sqrt(sum((norm - mean) ** 2 for norm in norms) / len(norms)) / mean
+    return _ops.imbalance(list(norms))
 
 
 def look_ahead(optimizer: GroupMuon, parameter: Tensor) -> Tensor:

@@ -11,5 +11,7 @@ void add_tokenize(CLI::App& app);
 void add_train(CLI::App& app);
 void add_sample(CLI::App& app);
 void add_analyze(CLI::App& app);
+void add_study(CLI::App& app);
+void add_report(CLI::App& app);
 
 }  // namespace cli

@@ -64,6 +64,8 @@ int main(int argc, char** argv) {
   cli::add_train(app);
   cli::add_sample(app);
   cli::add_analyze(app);
+  cli::add_study(app);
+  cli::add_report(app);
   try {
     app.parse(argc, argv);
     if (!app.get_subcommands().empty()) return 0;

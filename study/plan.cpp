@@ -3,21 +3,17 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#define TOML_EXCEPTIONS 1
-#include <toml++/toml.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <sstream>
 
 #include "study/settings.h"
+#include "train/toml_file.h"
 
 namespace study {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kNoise = "noise";
 
 // Refuses words that are not known here.
 void check_words(const toml::table& table, const std::vector<std::string>& known) {
@@ -39,9 +35,9 @@ int64_t seeds_of(const toml::node& node, const std::string& name) {
   return number->get();
 }
 
-std::string text_of(const toml::node& node, const std::string& name) {
+std::string name_of(const toml::node& node, const std::string& what) {
   const auto* text = node.as_string();
-  TORCH_CHECK_VALUE(text != nullptr, name, " should be a text");
+  TORCH_CHECK_VALUE(text != nullptr, what, " should be a text");
   return text->get();
 }
 
@@ -56,7 +52,7 @@ std::vector<std::string> settings_of(const toml::node& node) {
   TORCH_CHECK_VALUE(
       list != nullptr && !list->empty(), "settings should be \"table1\" or a list of names");
   for (const auto& item : *list) {
-    names.push_back(find_setting(text_of(item, "a setting")).name);
+    names.push_back(find_setting(name_of(item, "a setting")).name);
     TORCH_CHECK_VALUE(
         std::count(names.begin(), names.end(), names.back()) == 1, "setting '", names.back(),
         "' is listed twice");
@@ -75,20 +71,7 @@ train::Settings options_of(const toml::table& table) {
           "' is not for a study file: it is given to the command, or "
           "differs from run to run");
     }
-    std::ostringstream text;
-    if (const auto* string = value.as_string()) {
-      text << string->get();
-    } else if (value.is_boolean()) {
-      text << (value.as_boolean()->get() ? "true" : "false");
-    } else if (value.is_integer()) {
-      text << value.as_integer()->get();
-    } else if (value.is_floating_point()) {
-      text.precision(17);
-      text << value.as_floating_point()->get();
-    } else {
-      TORCH_CHECK_VALUE(false, key.name, " should be a text, a number, true or false");
-    }
-    options.emplace_back(key.name, text.str());
+    options.emplace_back(key.name, train::text_of(value, key.name));
     train::configure({options.back()});
   }
   return options;
@@ -104,9 +87,9 @@ Variant variant_of(const toml::table& table) {
   check_words(table, {"name", "settings", "seeds", "options"});
   Variant variant;
   TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
-  variant.name = text_of(*table.get("name"), "a variant's name");
+  variant.name = name_of(*table.get("name"), "a variant's name");
   TORCH_CHECK_VALUE(
-      !variant.name.empty() && variant.name != kNoise &&
+      !variant.name.empty() && variant.name != kNoiseVariant &&
           variant.name.find_first_of("/\\ .") == std::string::npos,
       "a variant's name is a folder's: '", variant.name, "' cannot be one");
   TORCH_CHECK_VALUE(
@@ -119,10 +102,20 @@ Variant variant_of(const toml::table& table) {
 }
 
 Study study_of(const toml::table& file, const fs::path& folder) {
-  check_words(file, {"base", "settings", "seeds", "options", "more-seeds", "variants", "noise"});
+  check_words(
+      file, {"data", "keep-checkpoints", "base", "settings", "seeds", "options", "more-seeds",
+             "variants", "noise"});
   Study study;
+  if (file.contains("data")) {
+    study.data = fs::absolute(folder / name_of(*file.get("data"), "data")).lexically_normal();
+  }
+  if (file.contains("keep-checkpoints")) {
+    const auto* keep = file.get("keep-checkpoints")->as_boolean();
+    TORCH_CHECK_VALUE(keep != nullptr, "keep-checkpoints should be true or false");
+    study.keep_checkpoints = keep->get();
+  }
   if (file.contains("base")) {
-    study.options = train::read_settings((folder / text_of(*file.get("base"), "base")).string());
+    study.options = train::read_settings((folder / name_of(*file.get("base"), "base")).string());
   }
   if (file.contains("options")) {
     const auto own = options_of(table_of(*file.get("options"), "options"));
@@ -141,15 +134,21 @@ Study study_of(const toml::table& file, const fs::path& folder) {
   if (file.contains("variants")) {
     const auto* list = file.get("variants")->as_array();
     TORCH_CHECK_VALUE(list != nullptr, "variants should be tables [[variants]]");
-    for (const auto& item : *list)
-      study.variants.push_back(variant_of(table_of(item, "a variant")));
+    for (const auto& item : *list) {
+      auto variant = variant_of(table_of(item, "a variant"));
+      for (const auto& other : study.variants) {
+        TORCH_CHECK_VALUE(
+            other.name != variant.name, "there are two variants '", variant.name, "'");
+      }
+      study.variants.push_back(std::move(variant));
+    }
   }
   if (file.contains("noise")) {
     const auto& noise = table_of(*file.get("noise"), "noise");
     check_words(noise, {"setting", "seeds"});
     TORCH_CHECK_VALUE(
         noise.contains("setting") && noise.contains("seeds"), "noise needs a setting and seeds");
-    study.noise_setting = find_setting(text_of(*noise.get("setting"), "setting")).name;
+    study.noise_setting = find_setting(name_of(*noise.get("setting"), "setting")).name;
     study.noise_seeds = seeds_of(*noise.get("seeds"), "seeds");
   }
   return study;
@@ -158,16 +157,45 @@ Study study_of(const toml::table& file, const fs::path& folder) {
 }  // namespace
 
 Study read_study(const std::string& path) {
-  TORCH_CHECK_VALUE(fs::is_regular_file(path), "there is no file '", path, "'");
-  try {
-    return study_of(toml::parse_file(path), fs::path(path).parent_path());
-  } catch (const toml::parse_error& error) {
-    std::ostringstream where;
-    where << error.source().begin;
-    TORCH_CHECK_VALUE(false, "'", path, "': ", error.description(), " (", where.str(), ")");
-  } catch (const c10::ValueError& error) {
-    TORCH_CHECK_VALUE(false, "'", path, "': ", error.what_without_backtrace());
+  return train::read_toml(
+      path, [&](const toml::table& file) { return study_of(file, fs::path(path).parent_path()); });
+}
+
+std::string to_toml(const Study& study) {
+  const auto list = [](const std::vector<std::string>& names) {
+    toml::array items;
+    for (const auto& name : names) items.push_back(name);
+    return items;
+  };
+  const auto table = [](const auto& pairs) {
+    toml::table items;
+    for (const auto& [name, value] : pairs) items.insert_or_assign(name, value);
+    return items;
+  };
+  toml::table file;
+  if (!study.data.empty()) file.insert("data", study.data);
+  file.insert("keep-checkpoints", study.keep_checkpoints);
+  file.insert("settings", list(study.settings));
+  file.insert("seeds", study.seeds);
+  file.insert("options", table(study.options));
+  file.insert("more-seeds", table(study.more_seeds));
+  if (study.noise_seeds > 0) {
+    file.insert(
+        "noise", toml::table{{"setting", study.noise_setting}, {"seeds", study.noise_seeds}});
   }
+  toml::array variants;
+  for (const auto& variant : study.variants) {
+    variants.push_back(
+        toml::table{
+            {"name", variant.name},
+            {"settings", list(variant.settings)},
+            {"seeds", variant.seeds},
+            {"options", table(variant.options)}});
+  }
+  if (!variants.empty()) file.insert("variants", std::move(variants));
+  std::ostringstream text;
+  text << file << "\n";
+  return text.str();
 }
 
 std::vector<PlannedRun> make_plan(const Study& study) {
@@ -198,7 +226,7 @@ std::vector<PlannedRun> make_plan(const Study& study) {
       if (seed < seeds_of_setting(setting)) add(setting, "", seed, {});
     }
     if (seed < study.noise_seeds) {
-      add(study.noise_setting, kNoise, seed, {{"perturb", std::to_string(seed + 1)}});
+      add(study.noise_setting, kNoiseVariant, seed, {{"perturb", std::to_string(seed + 1)}});
     }
     for (const auto& variant : study.variants) {
       for (const auto& setting : variant.settings) {

@@ -10,6 +10,9 @@
 
 namespace study {
 
+/// The variant of A/A runs.
+constexpr const char* kNoiseVariant = "noise";
+
 /// The same settings with other options, such as half the learning rate.
 struct Variant {
   std::string name;
@@ -20,6 +23,8 @@ struct Variant {
 
 /// What a study file says.
 struct Study {
+  std::string data;                           // shards; empty: not said
+  bool keep_checkpoints = true;               // of runs that are finished
   train::Settings options;                    // of every run: those of its base, then its own
   std::vector<std::string> settings;          // names
   int64_t seeds = 1;                          // of each
@@ -30,8 +35,11 @@ struct Study {
   int64_t noise_seeds = 0;
 };
 
-/// Reads one. Unknown words are errors with the nearest known one.
+/// Reads one; paths in it are relative to it. Unknown words are errors with the nearest known one.
 Study read_study(const std::string& path);
+
+/// The same as a file that stands by itself.
+std::string to_toml(const Study& study);
 
 /// One run of a study.
 struct PlannedRun {

@@ -109,22 +109,26 @@ double sign_flip_p(const std::vector<double>& differences) {
   return static_cast<double>(farther) / static_cast<double>(kDraws + 1);
 }
 
+Interval interval_of(const std::vector<double>& values, double alpha) {
+  const auto summary = summarize(values);
+  if (summary.count < 2) return {summary.mean, kNone, kNone};
+  const auto count = static_cast<double>(summary.count);
+  const double half =
+      summary.deviation / std::sqrt(count) * student_quantile(1 - alpha / 2, count - 1);
+  return {summary.mean, summary.mean - half, summary.mean + half};
+}
+
 Paired paired(const std::vector<double>& differences, int64_t comparisons) {
-  const auto summary = summarize(differences);
-  Paired result;
-  result.count = summary.count;
-  result.mean = summary.mean;
-  result.low = result.high = result.simultaneous_low = result.simultaneous_high = kNone;
-  result.p = sign_flip_p(differences);
-  if (summary.count < 2) return result;
-  const auto degrees = static_cast<double>(summary.count - 1);
-  const double error = summary.deviation / std::sqrt(static_cast<double>(summary.count));
-  const auto half = [&](double level) { return error * student_quantile(1 - level / 2, degrees); };
-  result.low = result.mean - half(kLevel);
-  result.high = result.mean + half(kLevel);
   const double shared = kLevel / static_cast<double>(std::max<int64_t>(1, comparisons));
-  result.simultaneous_low = result.mean - half(shared);
-  result.simultaneous_high = result.mean + half(shared);
+  const auto single = interval_of(differences, kLevel), all = interval_of(differences, shared);
+  Paired result;
+  result.count = static_cast<int64_t>(differences.size());
+  result.mean = single.mean;
+  result.low = single.low;
+  result.high = single.high;
+  result.simultaneous_low = all.low;
+  result.simultaneous_high = all.high;
+  result.p = sign_flip_p(differences);
   return result;
 }
 

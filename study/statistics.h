@@ -17,6 +17,12 @@ Summary summarize(const std::vector<double>& values);
 double student_cdf(double t, double degrees);
 double student_quantile(double probability, double degrees);
 
+/// A mean and its interval of Student's t at a level of 1 - alpha; NaN of fewer than two.
+struct Interval {
+  double mean = 0, low = 0, high = 0;
+};
+Interval interval_of(const std::vector<double>& values, double alpha = 0.05);
+
 /// The mean of differences, and how sure one can be of it. NaN where there are too few.
 struct Paired {
   int64_t count = 0;

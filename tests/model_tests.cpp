@@ -109,7 +109,7 @@ TEST(ModelTest, CachedLogitsEqualThoseOfTheWholeText) {
     for (int64_t n = 5; n < shape.context; ++n) {
       gpt::KeyValueCache fresh;
       const Tensor whole = model.next_logits(tokens.slice(1, 0, n), fresh);
-      EXPECT_TRUE(cached.allclose(whole, 1e-5, 1e-6)) << "after " << n << " tokens";
+      EXPECT_TRUE(cached.allclose(whole, 1e-5, 5e-6)) << "after " << n << " tokens";
       cached = model.next_logits(tokens.slice(1, n, n + 1), cache);
     }
     EXPECT_EQ(cache.tokens, shape.context);

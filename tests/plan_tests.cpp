@@ -4,6 +4,7 @@
 #include <set>
 
 #include "study/plan.h"
+#include "study/settings.h"
 #include "testing.h"
 #include "train/recipe.h"
 
@@ -71,6 +72,46 @@ TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {
   EXPECT_ERROR_SAYS(find_run(runs, "packed/sed-1"), "did you mean packed/seed-1?");
 }
 
+TEST_F(PlanTest, ThePapersStudyHasIts37CellsAndOursByName) {
+  const auto study = read_study(GROUP_MUON_SOURCE "/configs/table1.toml");
+  std::set<std::string> settings, cells;
+  for (const auto& run : make_plan(study)) {
+    if (run.variant.empty()) settings.insert(run.setting);
+    auto options = run.options;
+    options.emplace_back("data", "somewhere");
+    const auto config = train::configure(options);
+    train::check(config);
+    EXPECT_EQ(config.width, 768);
+    EXPECT_EQ(config.steps, 6200);
+  }
+  int filled = 0;
+  for (const auto& cell : table1_cells()) {
+    filled += static_cast<int>(settings.count(cell.setting));
+    cells.insert(cell.setting);
+  }
+  EXPECT_EQ(filled, 37);
+  EXPECT_EQ(cells.size(), 33);
+  settings.erase("three-way");  // ours
+  EXPECT_EQ(settings, cells);
+}
+
+TEST_F(PlanTest, AWrittenStudyReadsTheSame) {
+  for (const char* name : {"table1.toml", "table1-small.toml", "demo-study.toml"}) {
+    auto study = read_study(std::string(GROUP_MUON_SOURCE "/configs/") + name);
+    study.data = "/somewhere/data";
+    const auto again = read_study(write(to_toml(study)));
+    EXPECT_EQ(to_toml(again), to_toml(study));
+    EXPECT_EQ(again.data, study.data);
+    EXPECT_EQ(again.keep_checkpoints, study.keep_checkpoints);
+    const auto before = make_plan(study), after = make_plan(again);
+    ASSERT_EQ(before.size(), after.size());
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_EQ(before[i].name, after[i].name);
+      EXPECT_EQ(train::configure(before[i].options), train::configure(after[i].options));
+    }
+  }
+}
+
 TEST_F(PlanTest, WrongFilesAreNamed) {
   const auto error = [&](const std::string& text) {
     return error_of([&] { read_study(write(text)); });
@@ -94,6 +135,11 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says(
       "settings = \"table1\"\n[[variants]]\nname = \"a/b\"\nsettings = \"table1\"\noptions = {}",
       "cannot be one");
+  says(
+      "settings = \"table1\"\n[[variants]]\nname = \"a\"\nsettings = \"table1\"\noptions = {}\n"
+      "[[variants]]\nname = \"a\"\nsettings = \"table1\"\noptions = {}",
+      "two variants");
+  says("settings = \"table1\"\nkeep-checkpoints = 3", "true or false");
   says("settings = \"table1\"\nbase = \"nowhere.toml\"", "nowhere.toml");
   says("settings = ", "study.toml");
   EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");

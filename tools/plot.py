@@ -6,12 +6,15 @@ plot.py norms OUT RUN [LAYER …]     ‖O‖² of Q and K by step, whole and he
 plot.py gain OUT RUN                gain and cost of every group size by step, against the whole matrix
 plot.py numbers RUN                 the same as a Markdown table: means over Q and K of all layers, at first each measurement,
                                     then every tenth
+plot.py study FOLDER                all pictures of a study from its report.json, into FOLDER/figures: figure1, figure2,
+                                    differences, effects, variants, gain, as far as there are data for them
 
-The last four need a run made with --diagnose-every.
+Ranks, norms, gain and numbers need a run made with --diagnose-every.
 """
 
 import json
 import pathlib
+import re
 import sys
 from collections import defaultdict
 
@@ -19,6 +22,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy
+
+plt.rcParams["svg.hashsalt"] = "group-muon"  # the same data make the same file
+plt.rcParams["text.parse_math"] = False  # names may have a $
 
 COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
 
@@ -40,7 +47,8 @@ def save(figure, out: str) -> None:
         sys.exit(f"plot.py: writes .png and .svg, not {suffix}")
     pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
     for target in [out] if suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
-        figure.savefig(target, dpi=130)
+        dated = {"metadata": {"Date": None}} if target.endswith(".svg") else {}
+        figure.savefig(target, dpi=130, **dated)
         print(f"wrote {target}")
 
 
@@ -230,6 +238,268 @@ def numbers(run: str) -> None:
         print(f"| {step} | " + " | ".join(cells) + " |")
 
 
+# The settings of a study: whole matrices without colour, then by what is grouped and by group size.
+BASELINES = ("packed", "three-way")
+PLAIN = {"packed": "#111111", "three-way": "#7d8288", "head-wise": "#c4203a"}
+SIZES = (1, 2, 3, 4, 6)
+SHADES = {
+    "qk": ("#d07a00", "#b8478c", "#7d52c7", "#3270d8", "#05898b"),
+    "v": ("#9aa32c", "#6c9a2d", "#3f8f3f", "#1f7a55", "#0f5c4d"),
+    "fixed-qk-v": ("#d98b6a", "#bf6c49", "#a4532f", "#83401f", "#5f2d13"),
+}
+LINES = {"adjacent": (0, (5, 2)), "interval": (0, (1, 1.5))}
+
+
+def style_of(name: str) -> dict:
+    parts = re.fullmatch(r"(fixed-qk-v|qk|v)-(\d+)(?:-(\w+))?", name)
+    if parts and int(parts[2]) in SIZES:
+        color = SHADES[parts[1]][SIZES.index(int(parts[2]))]
+        return {"color": color, "linestyle": LINES.get(parts[3], "-")}
+    line = (0, (6, 2)) if name == "three-way" else "-"
+    return {"color": PLAIN.get(name, "#5f646a"), "linestyle": line}
+
+
+def array(values: list) -> numpy.ndarray:
+    """With what is missing as NaN, which is not drawn."""
+    return numpy.array(values, dtype=float)
+
+
+def draw_band(axes, curve: dict, label: str, style: dict, first: float = 0, last=None) -> None:
+    """A mean and its interval, from one step to another; of two seeds it would cover all else."""
+    steps = array(curve["steps"])
+    last = steps[-1] if last is None else min(last, steps[-1])
+    ends = [max(first, steps[0]), last]
+    shown = numpy.unique([*ends, *(step for step in steps if ends[0] <= step <= last)])
+    mean, low, high = (numpy.interp(shown, steps, array(curve[k])) for k in ("mean", "low", "high"))
+    axes.plot(shown, mean, label=label, linewidth=1.5, **style)
+    if curve["count"] > 2:
+        axes.fill_between(shown, low, high, color=style["color"], alpha=0.13, linewidth=0)
+
+
+def draw_zero(axes, noise: dict | None) -> None:
+    axes.axhline(0, color="#555555", linewidth=0.8)
+    if noise and noise["deviation"] is not None:
+        width = 2 * noise["deviation"]
+        axes.axhspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
+
+
+def titles_of(report: dict) -> dict[str, str]:
+    return {setting["name"]: setting["title"] for setting in report["settings"]}
+
+
+def present(names, curves: dict) -> list[str]:
+    return [name for name in names if curves.get(name, {}).get("steps")]
+
+
+def legend_below(figure, *all_axes) -> None:
+    """One legend for all: every label once."""
+    handles = {}
+    for axes in all_axes:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
+    )
+
+
+def study_figure1(report: dict):
+    titles, curves = titles_of(report), report["curves"]
+    names = present(("packed", "three-way", "head-wise"), curves)
+    if not names:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for name in names:
+        trained = [step for step in curves[name]["steps"] if step > 0]
+        draw_band(left, curves[name], titles[name], style_of(name), first=min(trained, default=0))
+    draw_zero(right, None)
+    for name in present_baselines(report, "head-wise"):
+        curve = report["differences"][name]["head-wise"]
+        draw_band(right, curve, f"head-wise minus {name}", style_of(name))
+    left.set(ylabel="validation loss", title="Validation loss, without step 0")
+    right.set(ylabel="difference", title="Head-wise minus full: below zero, head-wise is better")
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+    tidy((left, right))
+    return figure
+
+
+def present_baselines(report: dict, setting: str) -> list[str]:
+    differences = report["differences"]
+    return [name for name in BASELINES if present([setting], differences.get(name, {}))]
+
+
+def study_figure2(report: dict):
+    """Thirds of the training: losses above, differences to packed below."""
+    titles = titles_of(report)
+    names = ("packed", "three-way", "qk-1", *(f"qk-{g}-random" for g in SIZES[1:]))
+    kinds = [("validation loss", report["curves"])]
+    kinds.append(("loss minus packed", report["differences"].get("packed", {})))
+    kinds = [(label, curves) for label, curves in kinds if present(names, curves)]
+    if not kinds:
+        return None
+    figure, grid = plt.subplots(
+        len(kinds), 3, figsize=(12, 0.8 + 3.3 * len(kinds)), layout="constrained", squeeze=False
+    )
+    third = report["steps"] / 3
+    for row, (label, curves) in zip(grid, kinds):
+        for part, (axes, title) in enumerate(zip(row, ("early", "middle", "late"))):
+            for name in present(names, curves):
+                steps = [step for step in curves[name]["steps"] if step > 0 or "minus" in label]
+                first = max(part * third, min(steps, default=0))
+                style = style_of(name)
+                draw_band(axes, curves[name], titles[name], style, first, (part + 1) * third)
+            if "minus" in label:
+                draw_zero(axes, None)
+            axes.set_title(f"{title}: {label}")
+    tidy(grid.flat)
+    legend_below(figure, *grid.flat)
+    return figure
+
+
+def study_differences(report: dict):
+    titles, differences = titles_of(report), report["differences"]
+    names = ("packed", "three-way", "head-wise", "qk-1", "qk-6-random")
+    bases = [base for base in BASELINES if present(names, differences.get(base, {}))]
+    if not bases:
+        return None
+    figure, row = plt.subplots(
+        1, len(bases), figsize=(5.5 * len(bases), 4.8), layout="constrained", squeeze=False
+    )
+    for axes, base in zip(row.flat, bases):
+        draw_zero(axes, report["noise"])
+        for name in present(names, differences[base]):
+            draw_band(axes, differences[base][name], titles[name], style_of(name))
+        axes.set(ylabel="difference", title=f"Validation loss minus {base}: lower is better")
+    tidy(row.flat)
+    legend_below(figure, *row.flat)
+    return figure
+
+
+def effects_range(pairs: list[dict], noise: dict | None) -> tuple[float, float]:
+    """All means, and the intervals of more than two seeds; the others may go on beyond."""
+    values = [0.0, *(pair["mean"] for pair in pairs)]
+    for pair in pairs:
+        if pair["count"] > 2 and pair["low"] is not None:
+            values += [pair["low"], pair["high"]]
+    if noise and noise["deviation"] is not None:
+        values += [-2 * noise["deviation"], 2 * noise["deviation"]]
+    air = 0.12 * (max(values) - min(values)) or 0.01
+    return min(values) - air, max(values) + air
+
+
+def study_effects(report: dict):
+    def pair_of(setting: dict, base: str) -> dict | None:
+        pair = setting["against"].get(base)
+        return pair if pair and pair["mean"] is not None else None
+
+    bases = [b for b in BASELINES if any(pair_of(one, b) for one in report["settings"])]
+    if not bases:
+        return None
+    shown = [one for one in report["settings"] if any(pair_of(one, base) for base in bases)]
+    figure, row = plt.subplots(
+        1, len(bases), figsize=(3 + 4.5 * len(bases), 1.3 + 0.23 * len(shown)),
+        layout="constrained", sharey=True, squeeze=False,
+    )  # fmt: skip
+    for axes, base in zip(row.flat, bases):
+        pairs = [(setting, pair) for setting in shown if (pair := pair_of(setting, base))]
+        axes.set_xlim(*effects_range([pair for _, pair in pairs], report["noise"]))
+        axes.axvline(0, color="#555555", linewidth=0.8)
+        if report["noise"] and report["noise"]["deviation"] is not None:
+            width = 2 * report["noise"]["deviation"]
+            axes.axvspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
+        for setting, pair in pairs:
+            place, color = shown.index(setting), style_of(setting["name"])["color"]
+            if pair["low"] is not None:
+                axes.plot([pair["low"], pair["high"]], [place, place], color=color, linewidth=1.5)
+            face = "white" if setting["exploratory"] else color
+            axes.plot(pair["mean"], place, "o", color=color, markerfacecolor=face, markersize=5)
+        axes.set_title(f"Final loss minus {base}, 95% intervals")
+    row[0][0].set_yticks(range(len(shown)), [f"{s['title']}  (n = {s['count']})" for s in shown])
+    row[0][0].set_ylim(len(shown) - 0.4, -0.6)
+    tidy(row.flat)
+    for axes in row.flat:
+        axes.set_xlabel("difference: left is better; hollow: exploratory")
+    return figure
+
+
+def study_variants(report: dict):
+    drawn = [v for v in report["variants"] if any(map(bool, v["differences"].values()))]
+    bases = [base for base in BASELINES if any(v["differences"].get(base) for v in drawn)]
+    if not bases:
+        return None
+    figure, grid = plt.subplots(
+        len(drawn), len(bases), figsize=(5.5 * len(bases), 0.8 + 3.3 * len(drawn)),
+        layout="constrained", sharex=True, squeeze=False,
+    )  # fmt: skip
+    for row, variant in zip(grid, drawn):
+        titles = titles_of(variant)
+        for axes, base in zip(row, bases):
+            curves = variant["differences"].get(base, {})
+            draw_zero(axes, report["noise"])
+            for name in present(titles, curves):
+                draw_band(axes, curves[name], titles[name], style_of(name))
+            axes.set_title(f"{variant['name']}: loss minus {base}")
+        row[0].set_ylabel("difference")
+    tidy(grid.flat)
+    legend_below(figure, *grid.flat)
+    return figure
+
+
+def study_gain(report: dict):
+    """A block of six panels for every run that measured it."""
+    pictures = [
+        ("gradient", "rank_ratio", "rank / rows, σ > 0.01 σ₁"),
+        ("momentum", "rank_ratio", "rank / rows, σ > 0.01 σ₁"),
+        ("momentum", "squared_norm_ratio", "‖O‖² / full rank"),
+        ("gradient", "gain", "gain Σ‖Gᵢ‖* − ‖G‖*, part of ‖G‖*"),
+        ("momentum", "first_order_gain", "⟨G, sO⟩ gained, part of the whole's"),
+        ("momentum", "norm_cost", "cost Σ‖Oᵢ‖² − ‖O‖², part of ‖O‖²"),
+    ]
+    runs = [run for run in report["diagnostics"] if run["series"]]
+    if not runs:
+        return None
+    figure, grid = plt.subplots(
+        2 * len(runs), 3, figsize=(12, 0.6 + 6 * len(runs)), layout="constrained", squeeze=False
+    )
+    for number, run in enumerate(runs):
+        for axes, (of, key, title) in zip(grid[2 * number : 2 * number + 2].flat, pictures):
+            for line in run["series"]:
+                against_itself = line["grouping"] == "three-way" and key.endswith(("gain", "cost"))
+                if line["of"] != of or against_itself:
+                    continue
+                size, _, rule = line["grouping"].partition(":")
+                name = f"qk-{size}-{rule}".rstrip("-") if size.isdigit() else size
+                style = style_of(name)
+                label = label_of(line["grouping"])
+                axes.plot(line["steps"], array(line[key]), label=label, linewidth=1.5, **style)
+            if key.endswith(("gain", "cost")):
+                draw_zero(axes, None)
+            axes.set_title(f"{title} (of the {of})\n{run['run']}", fontsize=9)
+    tidy(grid.flat)
+    legend_below(figure, *grid.flat)
+    return figure
+
+
+def study(folder: str) -> None:
+    path = pathlib.Path(folder) / "report.json"
+    if not path.exists():
+        sys.exit(f"plot.py: '{folder}' has no report.json, make it with group-muon report")
+    report = json.loads(path.read_text())
+    pictures = {
+        "figure1": study_figure1,
+        "figure2": study_figure2,
+        "differences": study_differences,
+        "effects": study_effects,
+        "variants": study_variants,
+        "gain": study_gain,
+    }
+    for name, make in pictures.items():
+        if figure := make(report):
+            save(figure, str(path.parent / "figures" / name))
+            plt.close(figure)
+
+
 def main() -> None:
     match sys.argv[1:]:
         case ["curves", out, *runs] if runs:
@@ -242,6 +512,8 @@ def main() -> None:
             gain(out, run)
         case ["numbers", run]:
             numbers(run)
+        case ["study", folder]:
+            study(folder)
         case ["--help" | "-h"]:
             print(__doc__)
         case _:

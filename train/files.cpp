@@ -6,12 +6,14 @@
 
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 namespace train {
@@ -163,12 +165,25 @@ FolderLock::FolderLock(const std::string& folder)
   ::close(descriptor_);
   errno = error;
   if (error == EWOULDBLOCK) {
-    throw std::runtime_error("another process is training in '" + folder + "'");
+    throw FolderBusy("another process is training in '" + folder + "'");
   }
   fail(folder, "cannot be locked");
 }
 
 FolderLock::~FolderLock() { ::close(descriptor_); }
+
+std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  for (;;) {
+    try {
+      return std::make_shared<FolderLock>(folder);
+    } catch (const FolderBusy&) {
+      if (Clock::now() > end) return nullptr;
+      std::this_thread::sleep_for(std::chrono::milliseconds(25));
+    }
+  }
+}
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -55,6 +57,11 @@ void delete_folder(const std::string& path);
 /// Makes renames within the folder last.
 void sync_folder(const std::string& folder);
 
+/// Another process has the folder.
+struct FolderBusy : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 /// Keeps other processes out of a folder as long as it lives, or the process does.
 class FolderLock {
  public:
@@ -66,6 +73,9 @@ class FolderLock {
  private:
   int descriptor_;
 };
+
+/// The lock as soon as it is free, or null if it is not within `seconds`.
+std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds);
 
 std::string read_text(const std::string& path);
 

@@ -115,29 +115,6 @@ torch::Device device_of(const Config& config) {
   return device;
 }
 
-// What depends on the data, on other options or on the machine; a run keeps to it wherever it goes on.
-Config resolved(Config config) {
-  check(config);
-  TORCH_CHECK_VALUE(
-      !config.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
-  for (auto* path : {&config.data, &config.init}) {  // a run may be resumed from elsewhere
-    if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
-  }
-  if (config.vocabulary == 0) {
-    const std::string file = config.data + kVocabularyFile;
-    config.vocabulary =
-        fs::exists(file) ? gpt::Vocabulary::from_tiktoken(file).size() : kGpt2Vocabulary;
-  }
-  if (config.micro_batch == 0) {
-    config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
-  }
-  const bool native = gpt::parse_kernels(config.kernels, config.device) == gpt::Kernels::kNative;
-  config.kernels = native ? "native" : "portable";
-  config.method = resolved_method(config);
-  if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
-  return config;
-}
-
 // One run: everything that lives as long as it does.
 class Trainer {
  public:
@@ -273,10 +250,12 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
     diagnostics->write(state_.step, attention_weights(optimizers_.muon, clip));
   }
   const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
+  const double before = model_.profile()[gpt::Part::kOptimizer];
   {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kOptimizer);
     optimizers_.step();
   }
+  const double optimizer_seconds = model_.profile()[gpt::Part::kOptimizer] - before;
   for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(updates[i], kinds_[i].weights);
   const double change = add_norms(values, "update_norm", kinds_, updates);
   TORCH_CHECK(
@@ -296,6 +275,7 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   values.emplace_back("tokens", static_cast<double>(state_.step * config_.batch * config_.context));
   values.emplace_back("seconds", state_.seconds);
   values.emplace_back("tokens_per_second", progress_.tokens_per_second);
+  values.emplace_back("optimizer_seconds", optimizer_seconds);  // of this step
   metrics.write(state_.step, values);
   if (listener_.step) listener_.step(progress_);
 }
@@ -463,7 +443,29 @@ void record_start(const Config& config) {
 
 }  // namespace
 
-Outcome train(const Config& given, const Listener& listener) {
+Config resolved(Config config) {
+  check(config);
+  TORCH_CHECK_VALUE(
+      !config.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
+  for (auto* path : {&config.data, &config.init}) {  // a run may be resumed from elsewhere
+    if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
+  }
+  if (config.vocabulary == 0) {
+    const std::string file = config.data + kVocabularyFile;
+    config.vocabulary =
+        fs::exists(file) ? gpt::Vocabulary::from_tiktoken(file).size() : kGpt2Vocabulary;
+  }
+  if (config.micro_batch == 0) {
+    config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
+  }
+  const bool native = gpt::parse_kernels(config.kernels, config.device) == gpt::Kernels::kNative;
+  config.kernels = native ? "native" : "portable";
+  config.method = resolved_method(config);
+  if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
+  return config;
+}
+
+Outcome train(const Config& given, const Listener& listener, std::shared_ptr<FolderLock> lock) {
   Config config = resolved(given);
   config.out = normal_path(config.out);
   TORCH_CHECK_VALUE(
@@ -474,7 +476,7 @@ Outcome train(const Config& given, const Listener& listener) {
   Trainer trainer(config, listener);
   trainer.start("");
   make_folder(config.out);
-  const FolderLock lock(config.out);
+  if (!lock) lock = std::make_shared<FolderLock>(config.out);
   refuse_existing(config);  // another process may have been faster
   if (fs::exists(config.data + kVocabularyFile)) {
     replace_file(config.out + kVocabularyFile, read_text(config.data + kVocabularyFile));
@@ -484,16 +486,21 @@ Outcome train(const Config& given, const Listener& listener) {
   return run_or_say_where(trainer, config.out);
 }
 
-Run open_run(const std::string& path, const Settings& settings) {
-  const auto place = locate(path);
-  Run run;
-  run.lock = std::make_shared<FolderLock>(place.run);
+Config config_of_run(const std::string& folder) {
   // Runs of before there was a choice.
   Settings written = {{"kernels", "portable"}};
-  const Settings saved_settings = read_settings(place.run + "/config.toml");
-  written.insert(written.end(), saved_settings.begin(), saved_settings.end());
-  Config saved = configure(written);
-  saved.out = place.run;  // it may have been moved
+  const Settings saved = read_settings(folder + "/config.toml");
+  written.insert(written.end(), saved.begin(), saved.end());
+  Config config = configure(written);
+  config.out = folder;  // it may have been moved
+  return config;
+}
+
+Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<FolderLock> lock) {
+  const auto place = locate(path);
+  Run run;
+  run.lock = lock ? std::move(lock) : std::make_shared<FolderLock>(place.run);
+  const Config saved = config_of_run(place.run);
   run.config = resolved(configure(settings, saved));
   if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {
     run.config.out = saved.out;

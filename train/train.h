@@ -54,12 +54,20 @@ struct Run {
   std::shared_ptr<FolderLock> lock;  // it is ours alone
 };
 
-/// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
-/// `settings` may change what does not make it another run.
-Run open_run(const std::string& path, const Settings& settings);
+/// With what depends on the data, on other options or on the machine filled in, as a run will have it.
+Config resolved(Config config);
 
-/// A new run in config.out, which should not hold one already.
-Outcome train(const Config& config, const Listener& listener);
+/// What the run in a folder was begun with.
+Config config_of_run(const std::string& folder);
+
+/// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
+/// `settings` may change what does not make it another run. Without a `lock` on the folder it takes one.
+Run open_run(
+    const std::string& path, const Settings& settings, std::shared_ptr<FolderLock> lock = nullptr);
+
+/// A new run in config.out, which should not hold one already. Without a `lock` on the folder it takes one.
+Outcome train(
+    const Config& config, const Listener& listener, std::shared_ptr<FolderLock> lock = nullptr);
 
 /// Goes on with a run as if it had never been stopped.
 Outcome resume(const Run& run, const Listener& listener);

@@ -70,7 +70,7 @@ def values(run, name):
 
 def curve(run):
     """All that the run measured, but for the clock."""
-    clock = ("seconds", "tokens_per_second")
+    clock = ("seconds", "tokens_per_second", "optimizer_seconds")
     return [{k: v for k, v in line.items() if k not in clock} for line in metrics(run)]
 
 

@@ -1,0 +1,299 @@
+// group-muon study: many training runs from one file, on this machine or as a Slurm array job.
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/terminal.h"
+#include "cli/training.h"
+#include "study/cost.h"
+#include "study/runner.h"
+#include "study/settings.h"
+#include "study/slurm.h"
+#include "train/files.h"
+
+namespace cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct StudyArguments {
+  std::string file, data, out;
+  study::Workers workers;
+  bool list = false, dry_run = false, retry = false, slurm = false;
+  std::string slurm_options;
+};
+
+struct RunArguments {
+  std::string folder, run;
+  study::Workers workers;
+};
+
+template <typename... Values>
+std::string format(const char* pattern, Values... values) {
+  char text[512];
+  std::snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+std::string this_program() { return fs::read_symlink("/proc/self/exe").string(); }
+
+// A study that is there already goes on; one of a file begins, or goes on, in --out.
+study::Folder folder_of(const StudyArguments& arguments) {
+  if (fs::is_directory(arguments.file)) {
+    TORCH_CHECK_VALUE(
+        arguments.data.empty() && arguments.out.empty(), "the study in '", arguments.file,
+        "' has its data and its folder already; --data and --out are for study files");
+    return study::open_folder(arguments.file);
+  }
+  study::Study study = study::read_study(arguments.file);
+  if (!arguments.data.empty()) study.data = fs::absolute(arguments.data).lexically_normal();
+  const std::string out =
+      arguments.out.empty() ? "runs/" + fs::path(arguments.file).stem().string() : arguments.out;
+  const study::Folder only_looked_at = {train::normal_path(out), study, study::make_plan(study)};
+  if (arguments.list) return only_looked_at;
+  TORCH_CHECK_VALUE(
+      !study.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
+  TORCH_CHECK_VALUE(fs::is_directory(study.data), "there is no folder '", study.data, "'");
+  return arguments.dry_run ? only_looked_at : study::make_folder(study, out);
+}
+
+std::string show(const study::RunStatus& status) {
+  switch (status.state) {
+    case study::RunState::kFinished:
+      return format("%.4f", status.loss);
+    case study::RunState::kRunning:
+      return format("running, %.0f%%", 100 * status.fraction);
+    case study::RunState::kFailed:
+      return "failed: " + status.error;
+    default:
+      return status.fraction > 0 ? format("waiting, %.0f%%", 100 * status.fraction) : "";
+  }
+}
+
+void list(const study::Folder& folder) {
+  for (size_t i = 0; i < folder.plan.size(); ++i) {
+    const auto& run = folder.plan[i];
+    say(format("%4zu  %-34s %s", i, run.name.c_str(), show(study::status_of(folder, run)).c_str()));
+  }
+  int64_t cells = 0;
+  const auto& names = folder.study.settings;
+  const auto has = [&](const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  for (const auto& cell : study::table1_cells()) cells += has(cell.setting) ? 1 : 0;
+  say(format(
+      "%zu runs of %zu settings, which fill %lld of the 37 cells of Table 1%s", folder.plan.size(),
+      names.size(), static_cast<long long>(cells),
+      has("three-way") ? "; three-way is not in the paper" : ""));
+}
+
+void show_cost(const study::Folder& folder, const study::Workers& workers) {
+  constexpr double kGiga = 1 << 30;
+  const auto cost = study::estimate_cost(folder, workers.jobs, workers.threads);
+  say(format(
+      "%lld of %lld runs are left: %.3g tokens, %.3g floating-point operations",
+      static_cast<long long>(cost.left), static_cast<long long>(cost.runs), cost.tokens,
+      cost.flops));
+  say(format(
+      "about %s, %lld at a time with %lld %s each (%s one after the other), by some steps just "
+      "timed here",
+      clock_text(cost.seconds).c_str(), static_cast<long long>(workers.jobs),
+      static_cast<long long>(workers.threads), workers.threads == 1 ? "thread" : "threads",
+      clock_text(cost.job_seconds).c_str()));
+  say(format(
+      "about %.1f GB of memory at a time; %.1f GB on disk for checkpoints in the end",
+      static_cast<double>(cost.memory) / kGiga, static_cast<double>(cost.disk) / kGiga));
+}
+
+// "12 of 138 done, 2 running, 1 failed, best qk-1 4.7012, 3:12:00 left"
+std::string summary(const study::StudyProgress& now) {
+  std::string text = format(
+      "%lld of %lld done, %lld running, %lld failed", static_cast<long long>(now.finished),
+      static_cast<long long>(now.planned), static_cast<long long>(now.running),
+      static_cast<long long>(now.failed));
+  if (!now.best_setting.empty()) {
+    text += format(", best %s %.4f", now.best_setting.c_str(), now.best_loss);
+  }
+  if (now.seconds_left > 0) text += ", " + clock_text(now.seconds_left) + " left";
+  return text;
+}
+
+study::StudyListener make_study_listener() {
+  using Clock = std::chrono::steady_clock;
+  study::StudyListener listener;
+  auto last = std::make_shared<Clock::time_point>(Clock::now());
+  listener.progress = [last](const study::StudyProgress& now) {
+    show_live(now.fraction, summary(now));
+    // In a log, a line now and then.
+    if (isatty(STDERR_FILENO) == 0 && Clock::now() - *last > std::chrono::minutes(5)) {
+      say(summary(now));
+      *last = Clock::now();
+    }
+  };
+  listener.begin = [](const study::PlannedRun& run) {
+    if (isatty(STDERR_FILENO) == 0) say("begin    " + run.name);
+  };
+  listener.finished = [](const study::PlannedRun& run, double loss, double seconds) {
+    say(format("finished %-34s %.4f  %s", run.name.c_str(), loss, clock_text(seconds).c_str()));
+  };
+  listener.failed = [](const study::PlannedRun& run, const std::string& error) {
+    say("failed   " + run.name + ": " + error);
+  };
+  listener.stop_signal = stop_signal;
+  return listener;
+}
+
+void run_all(const study::Folder& folder, const study::Workers& workers, bool retry) {
+  say(format(
+      "study in %s, %lld at a time with %lld %s each", folder.path.c_str(),
+      static_cast<long long>(workers.jobs), static_cast<long long>(workers.threads),
+      workers.threads == 1 ? "thread" : "threads"));
+  const auto end = study::run_all(folder, workers, retry, this_program(), make_study_listener());
+  end_live();
+  study::StudyProgress last = end;
+  last.seconds_left = 0;
+  say(summary(last));
+  const std::string place = shell_word(folder.path);
+  if (stop_signal() != 0) {
+    say("stopped; go on with: group-muon study " + place);
+    throw CLI::RuntimeError(128 + stop_signal());
+  }
+  if (end.failed > 0) {
+    say("errors are in error.txt and log.txt of each; once mended: group-muon study " + place +
+        " --retry");
+    throw CLI::RuntimeError(1);
+  }
+  say("see it with: group-muon report " + place);
+}
+
+void submit(
+    const study::Folder& folder, const study::Workers& workers, const StudyArguments& arguments) {
+  const std::string script = study::slurm_script(
+      folder, workers, arguments.workers.jobs, this_program(), arguments.slurm_options);
+  if (arguments.dry_run) {
+    std::fputs(script.c_str(), stdout);
+    return;
+  }
+  const std::string file = fs::absolute(folder.path + "/study.sbatch").lexically_normal();
+  train::replace_file(file, script);
+  say("wrote " + file);
+  say(study::submit(file));
+}
+
+void run(const StudyArguments& arguments) {
+  TORCH_CHECK_VALUE(
+      !arguments.file.empty(),
+      "which study? Give a file such as configs/table1-small.toml, or a study's folder");
+  const bool runs = !arguments.list && !arguments.dry_run && !arguments.slurm;
+  if (runs) catch_stop_signals();
+  const auto folder = folder_of(arguments);
+  if (arguments.list) return list(folder);
+  const auto workers = study::choose_workers(folder, arguments.workers);
+  if (arguments.slurm) return submit(folder, workers, arguments);
+  if (arguments.dry_run) return show_cost(folder, workers);
+  run_all(folder, workers, arguments.retry);
+}
+
+// A name, or a number of --list.
+const study::PlannedRun& find_run(const study::Folder& folder, const std::string& name) {
+  const bool is_number = !name.empty() && name.find_first_not_of("0123456789") == std::string::npos;
+  if (!is_number) return study::find_run(folder.plan, name);
+  const size_t number = name.size() < 10 ? std::stoul(name) : folder.plan.size();
+  TORCH_CHECK_VALUE(
+      number < folder.plan.size(), "the study has no run ", name, ", only 0 to ",
+      folder.plan.size() - 1);
+  return folder.plan[number];
+}
+
+void run_one(const RunArguments& arguments) {
+  const auto folder = study::open_folder(arguments.folder);
+  const auto& planned = find_run(folder, arguments.run);
+  const auto config =
+      study::config_of(folder, planned, arguments.workers.threads, arguments.workers.device);
+  catch_stop_signals();
+  const auto end = study::run_here(
+      folder, planned, arguments.workers.threads, arguments.workers.device,
+      make_listener(config.steps, config.log_interval));
+  end_live();
+  if (end == study::RunEnd::kElsewhere) {
+    std::fprintf(stderr, "group-muon: another process is at work on %s\n", planned.name.c_str());
+    throw CLI::RuntimeError(study::kRunElsewhere);
+  }
+  if (end == study::RunEnd::kStopped) throw CLI::RuntimeError(128 + stop_signal());
+  say(planned.name + " is finished: " + show(study::status_of(folder, planned)));
+}
+
+void add_workers(CLI::App& command, study::Workers& workers) {
+  command.add_option("--threads", workers.threads, "Of each run; 0: the cores, divided")
+      ->check(CLI::Range(0, 4096))
+      ->type_name("[0]");
+  command.add_option("--device", workers.device, "cpu or cuda; by default as the study says")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->type_name("NAME");
+}
+
+void add_run(CLI::App& study) {
+  auto arguments = std::make_shared<RunArguments>();
+  auto* command = study.add_subcommand("run", "Run a single run of a study, or go on with it");
+  command->add_option("folder", arguments->folder, "The study's folder")
+      ->type_name("FOLDER")
+      ->required();
+  command->add_option("run", arguments->run, "Its name, or its number in --list")
+      ->type_name("RUN")
+      ->required();
+  add_workers(*command, arguments->workers);
+  command->callback([arguments] { run_one(*arguments); });
+}
+
+}  // namespace
+
+void add_study(CLI::App& app) {
+  auto arguments = std::make_shared<StudyArguments>();
+  auto* command = app.add_subcommand(
+      "study",
+      "Train many settings with many seeds, some at a time. It can be stopped or killed at any "
+      "moment and goes on where it was");
+  command
+      ->add_option(
+          "study", arguments->file,
+          "A file, such as configs/table1-small.toml, or the folder of a study to go on with")
+      ->type_name("FILE|FOLDER");
+  command->add_option("--data", arguments->data, "Folder with shards, made by group-muon tokenize")
+      ->type_name("FOLDER");
+  command
+      ->add_option(
+          "--out", arguments->out, "Folder of the study; by default runs/ and the file's name")
+      ->type_name("FOLDER");
+  command
+      ->add_option(
+          "--jobs", arguments->workers.jobs,
+          "Runs at a time; 0: one a core if the memory allows, one a GPU")
+      ->check(CLI::Range(0, 4096))
+      ->type_name("[0]");
+  add_workers(*command, arguments->workers);
+  command->add_flag("--list", arguments->list, "Only show the plan, and what became of it so far");
+  command->add_flag("--dry-run", arguments->dry_run, "Only estimate what is left to do");
+  command->add_flag("--retry", arguments->retry, "Run failed runs again");
+  command->add_flag(
+      "--slurm", arguments->slurm,
+      "Submit an array job to Slurm instead, a task a run; with --dry-run only show its script");
+  command
+      ->add_option(
+          "--slurm-options", arguments->slurm_options,
+          "More for sbatch, such as \"--time=2:00:00\"")
+      ->type_name("TEXT");
+  add_run(*command);
+  command->callback([command, arguments] {
+    if (command->get_subcommands().empty()) run(*arguments);
+  });
+}
+
+}  // namespace cli

@@ -1,0 +1,21 @@
+#pragma once
+// A training run as the commands show it: its lines, and the signals that stop it.
+
+#include <string>
+
+#include "train/train.h"
+
+namespace cli {
+
+/// Says what happens: a live line on a terminal, else a line every `log_interval` steps.
+train::Listener make_listener(int64_t steps, int64_t log_interval);
+
+/// From now on a first SIGINT or SIGTERM asks for a checkpoint, the second ends the program at once.
+void catch_stop_signals();
+/// The signal that asked for it, or 0.
+int stop_signal();
+
+/// "1:23", "2:03:04"
+std::string clock_text(double seconds);
+
+}  // namespace cli

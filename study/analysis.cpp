@@ -1,0 +1,193 @@
+#include "study/analysis.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace study {
+namespace {
+
+// The mean of those that are known.
+double mean_known(const std::vector<double>& values) {
+  std::vector<double> known;
+  for (const double value : values) {
+    if (std::isfinite(value)) known.push_back(value);
+  }
+  return summarize(known).mean;
+}
+
+std::vector<double> common_differences(
+    const std::map<int64_t, double>& a, const std::map<int64_t, double>& b) {
+  std::vector<double> differences;
+  for (const auto& [seed, loss] : a) {
+    if (const auto other = b.find(seed); other != b.end()) {
+      differences.push_back(loss - other->second);
+    }
+  }
+  return differences;
+}
+
+SettingSummary summarize_setting(
+    const Results& results, const std::string& setting, const std::string& variant) {
+  SettingSummary summary;
+  summary.name = setting;
+  std::vector<double> losses, speeds, shares, seconds;
+  for (const auto& result : results.runs) {
+    if (!result.counts() || result.run.setting != setting || result.run.variant != variant)
+      continue;
+    losses.push_back(result.loss);
+    speeds.push_back(result.tokens_per_second);
+    shares.push_back(result.optimizer_share);
+    seconds.push_back(result.seconds);
+  }
+  summary.loss = summarize(losses);
+  summary.exploratory = summary.loss.count < kEnoughSeeds;
+  summary.tokens_per_second = mean_known(speeds);
+  summary.optimizer_share = mean_known(shares);
+  summary.seconds = mean_known(seconds);
+  const auto curves = curves_of(results, setting, variant);
+  std::vector<Curve> all;
+  for (const auto& [seed, curve] : curves) all.push_back(curve);
+  summary.curve = band_of(all);
+  for (const std::string baseline : kBaselines) {
+    if (setting == baseline) continue;
+    const Band band = band_of(differences_of(curves, curves_of(results, baseline, variant)));
+    if (band.count > 0) summary.differences[baseline] = band;
+  }
+  return summary;
+}
+
+// Every setting against the baseline; the correction is for all that can be compared.
+void compare(
+    const Results& results, const std::string& variant, const std::string& baseline,
+    std::vector<SettingSummary>& settings) {
+  const auto base = losses_of(results, baseline, variant);
+  std::vector<std::pair<SettingSummary*, std::vector<double>>> pairs;
+  int64_t comparisons = 0;
+  for (auto& setting : settings) {
+    if (setting.name == baseline) continue;
+    auto differences = common_differences(losses_of(results, setting.name, variant), base);
+    if (differences.empty()) continue;
+    comparisons += differences.size() > 1 ? 1 : 0;
+    pairs.emplace_back(&setting, std::move(differences));
+  }
+  std::vector<double> p;
+  for (auto& [setting, differences] : pairs) {
+    Comparison comparison;
+    comparison.difference = paired(differences, comparisons);
+    comparison.mark = mark_of(comparison.difference);
+    p.push_back(differences.size() > 1 ? comparison.difference.p : kUnknown);
+    setting->against[baseline] = comparison;
+  }
+  const auto corrected = holm(p);
+  for (size_t i = 0; i < pairs.size(); ++i) pairs[i].first->against[baseline].holm = corrected[i];
+}
+
+VariantSummary summarize_variant(
+    const Results& results, const std::string& name, const train::Settings& options,
+    const std::vector<std::string>& settings) {
+  VariantSummary summary{name, options, {}};
+  for (const auto& setting : settings) {
+    summary.settings.push_back(summarize_setting(results, setting, name));
+  }
+  for (const std::string baseline : kBaselines) compare(results, name, baseline, summary.settings);
+  return summary;
+}
+
+std::optional<Noise> measure_noise(const Folder& folder, const Results& results) {
+  const std::string& setting = folder.study.noise_setting;
+  const auto differences =
+      common_differences(losses_of(results, setting, kNoiseVariant), losses_of(results, setting));
+  if (differences.empty()) return std::nullopt;
+  Noise noise{setting, paired(differences, 1), summarize(differences).deviation, 0};
+  for (const double difference : differences) {
+    noise.largest = std::max(noise.largest, std::abs(difference));
+  }
+  return noise;
+}
+
+}  // namespace
+
+Mark mark_of(const Paired& difference) {
+  if (difference.simultaneous_high < 0) return Mark::kBetter;
+  if (difference.simultaneous_low > 0) return Mark::kWorse;
+  return Mark::kUndecided;
+}
+
+const SettingSummary* VariantSummary::find(const std::string& setting) const {
+  for (const auto& summary : settings) {
+    if (summary.name == setting) return &summary;
+  }
+  return nullptr;
+}
+
+std::map<int64_t, double> losses_of(
+    const Results& results, const std::string& setting, const std::string& variant) {
+  std::map<int64_t, double> losses;
+  for (const auto& result : results.runs) {
+    if (result.counts() && result.run.setting == setting && result.run.variant == variant) {
+      losses[result.run.seed] = result.loss;
+    }
+  }
+  return losses;
+}
+
+std::map<int64_t, Curve> curves_of(
+    const Results& results, const std::string& setting, const std::string& variant) {
+  std::map<int64_t, Curve> curves;
+  for (const auto& result : results.runs) {
+    if (result.counts() && result.run.setting == setting && result.run.variant == variant) {
+      curves[result.run.seed] = result.curve;
+    }
+  }
+  return curves;
+}
+
+Band band_of(const std::vector<Curve>& curves) {
+  Band band;
+  band.count = static_cast<int64_t>(curves.size());
+  if (curves.empty()) return band;
+  for (const auto& [step, first] : curves.front()) {
+    std::vector<double> values;
+    for (const auto& curve : curves) {
+      if (const auto point = curve.find(step); point != curve.end())
+        values.push_back(point->second);
+    }
+    if (values.size() < curves.size()) continue;
+    const Interval interval = interval_of(values);
+    band.steps.push_back(step);
+    band.mean.push_back(interval.mean);
+    band.low.push_back(interval.low);
+    band.high.push_back(interval.high);
+  }
+  return band;
+}
+
+std::vector<Curve> differences_of(
+    const std::map<int64_t, Curve>& a, const std::map<int64_t, Curve>& b) {
+  std::vector<Curve> differences;
+  for (const auto& [seed, curve] : a) {
+    const auto other = b.find(seed);
+    if (other == b.end()) continue;
+    Curve difference;
+    for (const auto& [step, loss] : curve) {
+      if (const auto point = other->second.find(step); point != other->second.end()) {
+        difference[step] = loss - point->second;
+      }
+    }
+    differences.push_back(std::move(difference));
+  }
+  return differences;
+}
+
+Analysis analyze(const Folder& folder, const Results& results) {
+  Analysis analysis;
+  analysis.main = summarize_variant(results, "", {}, folder.study.settings);
+  for (const auto& variant : folder.study.variants) {
+    analysis.variants.push_back(
+        summarize_variant(results, variant.name, variant.options, variant.settings));
+  }
+  analysis.noise = measure_noise(folder, results);
+  return analysis;
+}
+
+}  // namespace study

@@ -1,0 +1,89 @@
+#pragma once
+// What the results of a study say: every setting against the baselines, the noise, and curves with bands.
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "study/results.h"
+#include "study/statistics.h"
+
+namespace study {
+
+/// The two Full-QKV Muons, against which all is compared.
+constexpr const char* kBaselines[] = {"packed", "three-way"};
+
+/// Fewer seeds than these are exploratory.
+constexpr int64_t kEnoughSeeds = 5;
+
+enum class Mark { kUndecided, kBetter, kWorse };
+
+/// Better or worse only if the interval that holds for all comparisons at once says so.
+Mark mark_of(const Paired& difference);
+
+struct Comparison {
+  Paired difference;       // loss less the baseline's, seed by seed
+  double holm = kUnknown;  // p-value, corrected for the number of settings
+  Mark mark = Mark::kUndecided;
+};
+
+/// Mean over seeds at every step, and the 95% interval of it.
+struct Band {
+  int64_t count = 0;
+  std::vector<int64_t> steps;
+  std::vector<double> mean, low, high;
+};
+
+struct SettingSummary {
+  std::string name;
+  Summary loss;
+  bool exploratory = true;
+  std::map<std::string, Comparison>
+      against;  // by baseline; none against itself or without common seeds
+  double tokens_per_second = kUnknown, optimizer_share = kUnknown, seconds = kUnknown;
+  Band curve;
+  std::map<std::string, Band> differences;  // by baseline
+};
+
+/// Runs of one variant; the empty name is the study itself.
+struct VariantSummary {
+  std::string name;
+  train::Settings options;
+  std::vector<SettingSummary> settings;
+
+  const SettingSummary* find(const std::string& setting) const;
+};
+
+/// A/A: a setting against itself, from weights that differ by one rounding error.
+struct Noise {
+  std::string setting;
+  Paired difference;
+  double deviation = kUnknown;
+  double largest = kUnknown;
+};
+
+struct Analysis {
+  VariantSummary main;
+  std::vector<VariantSummary> variants;
+  std::optional<Noise> noise;
+};
+
+/// Loss after the last step by seed, of the runs that count.
+std::map<int64_t, double> losses_of(
+    const Results& results, const std::string& setting, const std::string& variant = "");
+
+/// Validation losses by seed.
+std::map<int64_t, Curve> curves_of(
+    const Results& results, const std::string& setting, const std::string& variant = "");
+
+/// Steps that all of the curves have, with mean and interval.
+Band band_of(const std::vector<Curve>& curves);
+
+/// a less b at every step both have, for every seed both have.
+std::vector<Curve> differences_of(
+    const std::map<int64_t, Curve>& a, const std::map<int64_t, Curve>& b);
+
+Analysis analyze(const Folder& folder, const Results& results);
+
+}  // namespace study

@@ -1,0 +1,128 @@
+#include "study/cost.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <map>
+
+#include "gpt/model.h"
+#include "group_muon/assemble.h"
+#include "train/recipe.h"
+#include "train/train.h"
+
+namespace study {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+template <typename Work>
+double seconds_of(Work&& work) {
+  const auto start = Clock::now();
+  work();
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int64_t block_parameters(const train::Config& config) {
+  const int64_t key_heads = config.kv_heads == 0 ? config.heads : config.kv_heads;
+  const int64_t qkv = config.width + 2 * config.width * key_heads / config.heads;
+  return config.layers * config.width * (qkv + 9 * config.width);
+}
+
+int64_t embedding_parameters(const train::Config& config) {
+  return config.vocabulary * config.width;
+}
+
+struct Times {
+  double micro_batch = INFINITY, optimizer = INFINITY, validation_batch = INFINITY;
+};
+
+// The fastest of three, since the first one fetches memory and the machine may have other work.
+Times measure(const train::Config& config) {
+  const torch::Device device(config.device);
+  gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
+  model.to(device);
+  model.set_kernels(gpt::parse_kernels(config.kernels, device));
+  auto optimizers = group_muon::assemble(model, train::optimizer_options(config));
+  const auto tokens = at::randint(
+      config.vocabulary, {config.micro_batch, config.context}, at::dtype(at::kLong).device(device));
+  const auto fastest = [](double& time, auto&& work) { time = std::min(time, seconds_of(work)); };
+  Times times;
+  for (int round = 0; round < 3; ++round) {
+    optimizers.zero_grad();
+    fastest(times.micro_batch, [&] { model.add_gradients(tokens, tokens, 1); });
+    fastest(times.optimizer, [&] { optimizers.step(); });
+  }
+  model.set_precision(train::matmul_precision(config.validation_precision));
+  for (int round = 0; round < 2; ++round) {
+    fastest(times.validation_batch, [&] { model.evaluate(tokens, tokens); });
+  }
+  return times;
+}
+
+double ratio(int64_t a, int64_t b) { return static_cast<double>(a) / static_cast<double>(b); }
+
+double seconds_of_run(const train::Config& config, const Times& times) {
+  const double step = times.micro_batch * ratio(config.batch, config.micro_batch) + times.optimizer;
+  const double validation =
+      times.validation_batch * ratio(config.validation_tokens, config.context * config.micro_batch);
+  const double validations = ratio(config.steps, config.validation_interval) + 1;
+  return step * static_cast<double>(config.steps) + validation * validations;
+}
+
+// What the time of a step depends on.
+std::string shape_key(train::Config config) {
+  config.out.clear();
+  config.seed = config.perturb = 0;
+  config.steps = config.warmdown = config.validation_interval = 1;
+  config.muon_lr = config.adamw_lr = 0;
+  config.qkv = "three-way";
+  config.qk_group = config.v_group = "all";
+  return train::to_toml(config);
+}
+
+}  // namespace
+
+int64_t checkpoint_bytes(const train::Config& config) {
+  // Weights and momentum; AdamW has two.
+  return 4 * (2 * block_parameters(config) + 3 * embedding_parameters(config));
+}
+
+int64_t memory_of(const train::Config& config) {
+  constexpr int64_t kLibraries = 300 << 20;
+  const int64_t vocabulary = std::max<int64_t>(config.vocabulary, 1);
+  const int64_t micro_batch =
+      config.micro_batch > 0 ? config.micro_batch : std::max<int64_t>(1, 4096 / config.context);
+  // Of a token: what a block keeps for its backward pass, and its row of the head's output three times over.
+  const int64_t token = config.layers * config.width * 80 + vocabulary * 12;
+  const int64_t weights = block_parameters(config) + vocabulary * config.width;
+  return kLibraries + 28 * weights + micro_batch * config.context * token;
+}
+
+Cost estimate_cost(const Folder& folder, int64_t jobs, int64_t threads) {
+  at::set_num_threads(static_cast<int>(threads));
+  Cost cost;
+  std::map<std::string, Times> known;
+  int64_t largest = 0;
+  for (const auto& run : folder.plan) {
+    const auto config = train::resolved(config_of(folder, run, threads));
+    cost.runs += 1;
+    largest = std::max(largest, memory_of(config));
+    if (folder.study.keep_checkpoints) cost.disk += checkpoint_bytes(config);
+    if (status_of(folder, run).state == RunState::kFinished) continue;
+    const auto [place, is_new] = known.try_emplace(shape_key(config));
+    if (is_new) place->second = measure(config);
+    cost.left += 1;
+    const auto tokens = static_cast<double>(config.steps * config.batch * config.context);
+    cost.tokens += tokens;
+    cost.flops += tokens * gpt::training_flops_per_token(train::model_shape(config));
+    cost.job_seconds += seconds_of_run(config, place->second);
+  }
+  cost.seconds = cost.job_seconds / static_cast<double>(jobs);
+  cost.memory = largest * jobs;
+  return cost;
+}
+
+}  // namespace study

@@ -1,0 +1,172 @@
+#include "study/results.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <sstream>
+#include <tuple>
+
+#include "train/files.h"
+#include "train/train.h"
+
+namespace study {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// Every line of a file, which should be JSON and end with a line's end.
+void for_lines(const std::string& path, const std::function<void(const Json&)>& use) {
+  const std::string text = train::read_text(path);
+  const std::string name = fs::path(path).filename().string();
+  TORCH_CHECK_VALUE(!text.empty() && text.back() == '\n', name, " is cut off");
+  std::istringstream lines(text);
+  int64_t number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    TORCH_CHECK_VALUE(
+        json.is_object() && json.contains("step") && json["step"].is_number_integer(), name,
+        ", line ", number, " cannot be read");
+    try {
+      use(json);
+    } catch (const nlohmann::json::exception&) {
+      TORCH_CHECK_VALUE(false, name, ", line ", number, " has other values than it should");
+    }
+  }
+}
+
+void read_metrics(const std::string& folder, const train::Config& config, RunResult& result) {
+  double optimizer = 0;
+  int64_t steps = 0;
+  for_lines(folder + "/metrics.jsonl", [&](const Json& line) {
+    const auto step = line["step"].get<int64_t>();
+    if (line.contains("validation_loss")) {
+      const auto loss = line["validation_loss"].get<double>();
+      TORCH_CHECK_VALUE(std::isfinite(loss), "the validation loss at step ", step, " is ", loss);
+      result.curve[step] = loss;
+      return;
+    }
+    TORCH_CHECK_VALUE(step == ++steps, "metrics.jsonl goes from step ", steps - 1, " to ", step);
+    result.seconds = line.at("seconds").get<double>();
+    optimizer += line.value("optimizer_seconds", kUnknown);
+  });
+  TORCH_CHECK_VALUE(
+      steps == config.steps && result.curve.count(steps) == 1, "metrics.jsonl ends at step ", steps,
+      " of ", config.steps);
+  result.tokens_per_second =
+      static_cast<double>(config.steps * config.batch * config.context) / result.seconds;
+  result.optimizer_share = optimizer / result.seconds;
+}
+
+// Sums that become means.
+struct Sums {
+  double count = 0, rank = 0, machine_rank = 0, norm = 0, gain = 0, first_order = 0, cost = 0;
+};
+
+std::vector<DiagnosticSeries> read_diagnostics(const std::string& path) {
+  using Matrix = std::tuple<int64_t, std::string, std::string, std::string>;
+  std::vector<Json> lines;
+  std::map<Matrix, Json> whole;
+  for_lines(path, [&](const Json& line) {
+    const auto part = line.at("part").get<std::string>();
+    if ((part != "q" && part != "k") || line.at("grouping") == "packed") return;
+    if (line.at("grouping") == "three-way") {
+      whole[{line["step"], line.at("weight"), part, line.at("of")}] = line;
+    }
+    lines.push_back(line);
+  });
+  std::vector<std::pair<std::string, std::string>> order;
+  std::map<std::pair<std::string, std::string>, std::map<int64_t, Sums>> sums;
+  std::map<std::pair<std::string, std::string>, double> larger;
+  for (const auto& line : lines) {
+    const std::pair<std::string, std::string> key = {line["of"], line["grouping"]};
+    const auto own = whole.find({line["step"], line["weight"], line["part"], line["of"]});
+    TORCH_CHECK_VALUE(own != whole.end(), "diagnostics.jsonl lacks the whole matrices");
+    if (sums.count(key) == 0) order.push_back(key);
+    const double rows = line.at("rows"), columns = line.at("cols");
+    const auto more = [&](const char* name) {  // than the whole has, as part of that
+      const double base = own->second.at(name);
+      return base != 0 ? (line.at(name).get<double>() - base) / base : 0;
+    };
+    Sums& sum = sums[key][line["step"]];
+    sum.count += 1;
+    sum.rank += line.at("ranks").at(1).get<double>() / rows;
+    sum.machine_rank += line.at("ranks").at(3).get<double>() / rows;
+    sum.norm += line.at("squared_norm").get<double>() / std::min(rows, columns);
+    sum.gain += more("nuclear_norm");
+    sum.first_order += more("first_order");
+    sum.cost += more("squared_norm");
+    larger[key] += line.at("squared_norm") > own->second.at("squared_norm") ? 1 : 0;
+  }
+  std::vector<DiagnosticSeries> all;
+  for (const auto& key : order) {
+    DiagnosticSeries series{key.first, key.second, {}, {}, {}, {}, {}, {}, {}, 0};
+    double count = 0;
+    for (const auto& [step, sum] : sums[key]) {
+      series.steps.push_back(step);
+      series.rank_ratio.push_back(sum.rank / sum.count);
+      series.rank_ratio_machine.push_back(sum.machine_rank / sum.count);
+      series.squared_norm_ratio.push_back(sum.norm / sum.count);
+      series.gain.push_back(sum.gain / sum.count);
+      series.first_order_gain.push_back(sum.first_order / sum.count);
+      series.norm_cost.push_back(sum.cost / sum.count);
+      count += sum.count;
+    }
+    series.larger_norms = larger[key] / count;
+    all.push_back(std::move(series));
+  }
+  return all;
+}
+
+void read_run(const std::string& folder, RunResult& result) {
+  const auto config = train::config_of_run(folder);
+  for (const auto& key : train::config_keys()) result.config[key.name] = train::get(config, key);
+  // Where things were on that machine says nothing elsewhere.
+  result.config.erase("out");
+  result.config["data"] = fs::path(config.data).filename().string();
+  std::istringstream machines(train::read_text(folder + "/machine.jsonl"));
+  std::string first;
+  std::getline(machines, first);
+  result.machine = Json::parse(first, nullptr, /*allow_exceptions=*/false);
+  if (result.machine.is_discarded()) result.machine = nullptr;  // its results stand without
+  if (result.state != RunState::kFinished) return;
+  read_metrics(folder, config, result);
+  if (fs::exists(folder + "/diagnostics.jsonl")) {
+    result.diagnostics = read_diagnostics(folder + "/diagnostics.jsonl");
+  }
+}
+
+}  // namespace
+
+Results read_results(const Folder& folder) {
+  Results results;
+  for (const auto& run : folder.plan) {
+    RunResult result;
+    result.run = run;
+    const std::string path = folder_of(folder, run);
+    const auto complain = [&](const std::string& why) {
+      result.readable = false;
+      result.error = why;
+      results.problems.push_back(run.name + ": " + why + "; the run is left out");
+    };
+    try {
+      const auto status = status_of(folder, run);
+      result.state = status.state;
+      result.error = status.error;
+      if (status.state == RunState::kFinished) result.loss = status.loss;
+      if (fs::exists(path + "/config.toml")) read_run(path, result);
+    } catch (const c10::Error& error) {
+      complain(error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      complain(error.what());
+    }
+    results.runs.push_back(std::move(result));
+  }
+  return results;
+}
+
+}  // namespace study

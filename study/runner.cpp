@@ -1,0 +1,320 @@
+#include "study/runner.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <torch/cuda.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <thread>
+
+#include "train/files.h"
+
+namespace study {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Every key, so that one that left the study file is noticed, too.
+train::Settings settings_of(const train::Config& config) {
+  train::Settings settings;
+  for (const auto& key : train::config_keys()) {
+    settings.emplace_back(key.name, train::get(config, key));
+  }
+  return settings;
+}
+
+// A process with a run, its output in the run's log.txt.
+pid_t start_process(
+    const std::string& log, std::vector<std::string> words, const std::string& gpus) {
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (gpus.empty() || std::strncmp(*variable, "CUDA_VISIBLE_DEVICES=", 21) != 0) {
+      variables.emplace_back(*variable);
+    }
+  }
+  if (!gpus.empty()) variables.push_back("CUDA_VISIBLE_DEVICES=" + gpus);
+  const auto pointers = [](std::vector<std::string>& texts) {
+    std::vector<char*> list;
+    for (auto& text : texts) list.push_back(text.data());
+    list.push_back(nullptr);
+    return list;
+  };
+  const auto arguments = pointers(words), environment = pointers(variables);
+  const pid_t parent = getpid(), child = fork();
+  TORCH_CHECK(child >= 0, "cannot start a process: ", std::strerror(errno));
+  if (child > 0) return child;
+  // From here to exec only calls that a signal handler could make: other threads of the parent may have held locks.
+  setpgid(0, 0);  // Ctrl-C is for the study, which then stops its runs
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(kRunFailed);
+  const int output = open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  const int input = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (output < 0 || input < 0) _exit(kRunFailed);
+  dup2(input, STDIN_FILENO);
+  dup2(output, STDOUT_FILENO);
+  dup2(output, STDERR_FILENO);
+  execve(arguments[0], arguments.data(), environment.data());
+  _exit(127);
+}
+
+// Why a process ended, in words; its own are in error.txt.
+std::string reason(const std::string& run_folder, int status) {
+  const std::string file = run_folder + "/error.txt";
+  if (fs::exists(file)) return train::read_text(file);
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    return c10::str(
+        "ended by signal ", signal, " (", strsignal(signal), ")",
+        signal == SIGKILL ? ": was there not enough memory?" : "", "; see log.txt");
+  }
+  return c10::str("ended with exit code ", WEXITSTATUS(status), "; see log.txt");
+}
+
+// All runs of a study, and the processes at work on them.
+class Runner {
+ public:
+  Runner(
+      const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+      const StudyListener& listener);
+  StudyProgress run();
+
+ private:
+  struct Item {
+    const PlannedRun* run;
+    std::string path;
+    double work;  // tokens
+    RunStatus status;
+    pid_t process = 0;  // ours, if it is running here
+    size_t slot = 0;
+    Clock::time_point start = {};
+  };
+  void start(Item& item, size_t slot);
+  void reap(Item& item);
+  void look(Item& item);
+  void fail(Item& item, const std::string& error);
+  double work_done() const;
+  StudyProgress progress() const;
+  bool is_stopping() const { return listener_.stop_signal && listener_.stop_signal() != 0; }
+
+  const Folder& folder_;
+  const Workers& workers_;
+  const std::string& program_;
+  const StudyListener& listener_;
+  std::vector<Item> items_;
+  std::vector<std::string> gpus_;  // of each slot; empty: none of them
+  std::vector<bool> taken_;        // slots
+  Clock::time_point start_ = Clock::now();
+  double work_at_start_ = 0;
+};
+
+Runner::Runner(
+    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+    const StudyListener& listener)
+    : folder_(folder),
+      workers_(workers),
+      program_(program),
+      listener_(listener),
+      taken_(static_cast<size_t>(workers.jobs), false) {
+  for (const auto& run : folder.plan) {
+    const auto config = train::configure(run.options);
+    Item item{&run, folder_of(folder, run), 0, status_of(folder, run)};
+    item.work = static_cast<double>(config.steps * config.batch * config.context);
+    if (item.status.state == RunState::kFailed && retry) item.status.state = RunState::kWaiting;
+    items_.push_back(std::move(item));
+  }
+  if (workers.device == "cuda") {
+    const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+    gpus_ = gpus_of_jobs(
+        visible == nullptr ? "" : visible, static_cast<int64_t>(torch::cuda::device_count()),
+        workers.jobs);
+  }
+  work_at_start_ = work_done();
+}
+
+void Runner::start(Item& item, size_t slot) {
+  train::make_folder(item.path);
+  fs::remove(item.path + "/error.txt");
+  std::vector<std::string> words = {
+      program_,
+      "study",
+      "run",
+      folder_.path,
+      item.run->name,
+      "--threads",
+      std::to_string(workers_.threads)};
+  if (!workers_.device.empty()) words.insert(words.end(), {"--device", workers_.device});
+  item.process =
+      start_process(item.path + "/log.txt", std::move(words), gpus_.empty() ? "" : gpus_[slot]);
+  item.status.state = RunState::kRunning;
+  item.slot = slot;
+  item.start = Clock::now();
+  taken_[slot] = true;
+  if (listener_.begin) listener_.begin(*item.run);
+}
+
+void Runner::fail(Item& item, const std::string& error) {
+  record_error(item.path, error.substr(0, error.find_last_not_of('\n') + 1));
+  item.status = status_of(folder_, *item.run);
+  if (listener_.failed) listener_.failed(*item.run, item.status.error);
+}
+
+// Takes note of a process of ours that has ended.
+void Runner::reap(Item& item) {
+  int status = 0;
+  if (item.process == 0 || waitpid(item.process, &status, WNOHANG) == 0) return;
+  item.process = 0;
+  taken_[item.slot] = false;
+  const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  if (code == 0) {
+    item.status = status_of(folder_, *item.run);
+    if (listener_.finished) {
+      listener_.finished(*item.run, item.status.loss, seconds_since(item.start));
+    }
+  } else if (code == kRunElsewhere) {
+    item.status.state = RunState::kRunning;
+  } else if (code == 128 + SIGTERM || code == 128 + SIGINT) {  // with a checkpoint
+    item.status.state = RunState::kWaiting;
+  } else {
+    fail(item, reason(item.path, status));
+  }
+}
+
+// What became of a run that is not ours at present.
+void Runner::look(Item& item) {
+  const bool was_running = item.status.state == RunState::kRunning;
+  const RunStatus now = status_of(folder_, *item.run);
+  if (!was_running && now.state == RunState::kFailed) return;  // to be tried again
+  item.status = now;
+}
+
+double Runner::work_done() const {
+  double done = 0;
+  for (const auto& item : items_) done += item.work * item.status.fraction;
+  return done;
+}
+
+StudyProgress Runner::progress() const {
+  StudyProgress now;
+  now.planned = static_cast<int64_t>(items_.size());
+  double all = 0, left = 0;
+  std::map<std::string, std::vector<double>> losses;
+  for (const auto& item : items_) {
+    const auto state = item.status.state;
+    now.finished += state == RunState::kFinished ? 1 : 0;
+    now.running += state == RunState::kRunning ? 1 : 0;
+    now.failed += state == RunState::kFailed ? 1 : 0;
+    all += item.work;
+    if (state == RunState::kWaiting || state == RunState::kRunning) {
+      left += item.work * (1 - item.status.fraction);
+    }
+    if (state == RunState::kFinished && item.run->variant.empty()) {
+      losses[item.run->setting].push_back(item.status.loss);
+    }
+  }
+  now.fraction = all > 0 ? 1 - left / all : 1;
+  const double done = work_done() - work_at_start_, seconds = seconds_since(start_);
+  if (done > 0 && seconds > 2) now.seconds_left = left / (done / seconds);
+  size_t most = 0;
+  for (const auto& [setting, values] : losses) {
+    double mean = 0;
+    for (const double value : values) mean += value / static_cast<double>(values.size());
+    if (values.size() < most) continue;
+    if (values.size() == most && mean >= now.best_loss) continue;
+    most = values.size();
+    now.best_setting = setting;
+    now.best_loss = mean;
+  }
+  return now;
+}
+
+StudyProgress Runner::run() {
+  bool told_to_stop = false;
+  auto last_look = Clock::now();
+  for (;;) {
+    for (auto& item : items_) reap(item);
+    const bool stopping = is_stopping();
+    if (stopping && !told_to_stop) {
+      for (const auto& item : items_) {
+        if (item.process != 0) kill(item.process, SIGTERM);
+      }
+      told_to_stop = true;
+    }
+    const bool look_around = seconds_since(last_look) > 1;
+    if (look_around) last_look = Clock::now();
+    bool unfinished = false, ours = false;
+    for (auto& item : items_) {
+      const auto is = [&](RunState state) { return item.status.state == state; };
+      if (is(RunState::kFinished) || is(RunState::kFailed)) continue;
+      if (look_around && item.process == 0) look(item);
+      if (look_around && item.process != 0) {
+        item.status.fraction = static_cast<double>(steps_done(item.path)) /
+                               static_cast<double>(train::configure(item.run->options).steps);
+      }
+      const auto slot = std::find(taken_.begin(), taken_.end(), false);
+      if (is(RunState::kWaiting) && !stopping && slot != taken_.end()) {
+        start(item, static_cast<size_t>(slot - taken_.begin()));
+      }
+      ours = ours || item.process != 0;
+      unfinished = unfinished || is(RunState::kWaiting) || is(RunState::kRunning);
+    }
+    const StudyProgress now = progress();
+    if (listener_.progress) listener_.progress(now);
+    if (stopping ? !ours : !unfinished) return now;
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+}
+
+}  // namespace
+
+RunEnd run_here(
+    const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device,
+    const train::Listener& listener) {
+  const std::string path = folder_of(folder, run);
+  train::make_folder(path);
+  // Who only looks whether a folder is locked has the lock for a moment, so one refusal says little.
+  const auto lock = train::wait_for_lock(path, 0.5);
+  if (!lock) return RunEnd::kElsewhere;
+  if (fs::exists(path + "/result.json")) return RunEnd::kFinished;
+  fs::remove(path + "/error.txt");
+  try {
+    const auto config = config_of(folder, run, threads, device);
+    const auto outcome =
+        fs::exists(path + "/config.toml")
+            ? train::resume(train::open_run(path, settings_of(config), lock), listener)
+            : train::train(config, listener, lock);
+    if (outcome.stopped) return RunEnd::kStopped;
+    record_result(path, outcome.validation_loss);
+    if (!folder.study.keep_checkpoints) train::delete_folder(path + "/checkpoints");
+    return RunEnd::kFinished;
+  } catch (const c10::Error& error) {
+    record_error(path, error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    record_error(path, error.what());
+    throw;
+  }
+}
+
+StudyProgress run_all(
+    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+    const StudyListener& listener) {
+  return Runner(folder, workers, retry, program, listener).run();
+}
+
+}  // namespace study

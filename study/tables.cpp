@@ -1,0 +1,288 @@
+#include "study/tables.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <cmath>
+#include <cstdio>
+#include <sstream>
+
+#include "study/settings.h"
+
+namespace study {
+namespace {
+
+template <typename... Values>
+std::string format(const char* pattern, Values... values) {
+  char text[256];
+  std::snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+std::string number(double value, const char* pattern = "%.4f") {
+  return std::isfinite(value) ? format(pattern, value) : "–";
+}
+
+std::string sign_of(Mark mark) {
+  switch (mark) {
+    case Mark::kBetter:
+      return " ▲";
+    case Mark::kWorse:
+      return " ▼";
+    default:
+      return "";
+  }
+}
+
+const char* word_of(Mark mark) {
+  switch (mark) {
+    case Mark::kBetter:
+      return "better";
+    case Mark::kWorse:
+      return "worse";
+    default:
+      return "undecided";
+  }
+}
+
+// "4.7437 ± 0.0041 ▲ (3.2722)"
+std::string markdown_cell(const VariantSummary& summary, size_t index) {
+  const Cell& cell = table1_cells()[index];
+  const std::string paper =
+      format(is_papers_best_rule(index) ? "(**%.4f**)" : "(%.4f)", cell.paper);
+  const auto* setting = summary.find(cell.setting);
+  if (setting == nullptr || setting->loss.count == 0) return "– " + paper;
+  std::string text = number(setting->loss.mean);
+  if (is_best_rule(summary, index)) text = "**" + text + "**";
+  if (setting->loss.count > 1) text += " ± " + number(setting->loss.deviation);
+  if (setting->exploratory) text += "ᵉ";
+  if (const auto found = setting->against.find("packed"); found != setting->against.end()) {
+    text += sign_of(found->second.mark);
+  }
+  return text + " " + paper;
+}
+
+std::string interval(const Paired& paired) {
+  if (paired.count == 0) return "";
+  std::string text = number(paired.mean, "%+.4f");
+  if (paired.count > 1) {
+    text += " [" + number(paired.low, "%+.4f") + ", " + number(paired.high, "%+.4f") + "]";
+  }
+  return text;
+}
+
+void write_settings(std::ostream& out, const VariantSummary& summary) {
+  out << "| setting | seeds | loss | sd |";
+  for (const char* baseline : kBaselines) {
+    out << " less " << baseline << ", 95% interval | p | Holm | |";
+  }
+  out << "\n|---|---:|---:|---:|---|---:|---:|---|---|---:|---:|---|\n";
+  for (const auto& setting : summary.settings) {
+    if (setting.loss.count == 0) continue;
+    out << "| " << find_setting(setting.name).title << (setting.exploratory ? " ᵉ" : "") << " | "
+        << setting.loss.count << " | " << number(setting.loss.mean) << " | "
+        << number(setting.loss.deviation) << " |";
+    for (const char* baseline : kBaselines) {
+      const auto found = setting.against.find(baseline);
+      if (found == setting.against.end()) {
+        out << " | | | |";
+        continue;
+      }
+      const auto& comparison = found->second;
+      const bool tested = comparison.difference.count > 1;
+      out << " " << interval(comparison.difference) << " | "
+          << (tested ? number(comparison.difference.p, "%.3g") : "") << " | "
+          << (tested ? number(comparison.holm, "%.3g") : "") << " |" << sign_of(comparison.mark)
+          << " |";
+    }
+    out << "\n";
+  }
+  out << "\n";
+}
+
+bool has_results(const VariantSummary& summary) {
+  for (const auto& setting : summary.settings) {
+    if (setting.loss.count > 0) return true;
+  }
+  return false;
+}
+
+// Cells of one row and rule, by g.
+struct TableRow {
+  std::string row, rule;
+  std::vector<size_t> cells;
+};
+
+std::vector<TableRow> grouped_rows() {
+  std::vector<TableRow> rows;
+  const auto& cells = table1_cells();
+  for (size_t i = 0; i < cells.size(); ++i) {
+    if (cells[i].group_size == 0) continue;
+    if (rows.empty() || rows.back().row != cells[i].row || rows.back().rule != cells[i].rule) {
+      rows.push_back({cells[i].row, cells[i].rule, {}});
+    }
+    rows.back().cells.push_back(i);
+  }
+  return rows;
+}
+
+void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
+  const auto plain = [](double value) { return std::isfinite(value) ? format("%.9g", value) : ""; };
+  for (const auto& setting : summary.settings) {
+    if (setting.loss.count == 0) continue;
+    out << summary.name << "," << setting.name << ",\"" << find_setting(setting.name).title << "\","
+        << setting.loss.count << "," << (setting.exploratory ? "yes" : "no") << ","
+        << plain(setting.loss.mean) << "," << plain(setting.loss.deviation);
+    for (const char* baseline : kBaselines) {
+      const auto found = setting.against.find(baseline);
+      if (found == setting.against.end()) {
+        out << ",,,,,,,,,";
+        continue;
+      }
+      const auto& [difference, holm, mark] = found->second;
+      out << "," << difference.count << "," << plain(difference.mean) << ","
+          << plain(difference.low) << "," << plain(difference.high) << ","
+          << plain(difference.simultaneous_low) << "," << plain(difference.simultaneous_high) << ","
+          << plain(difference.p) << "," << plain(holm) << "," << word_of(mark);
+    }
+    out << "\n";
+  }
+}
+
+std::string latex_number(const VariantSummary& summary, size_t index) {
+  const Cell& cell = table1_cells()[index];
+  const auto* setting = summary.find(cell.setting);
+  std::string own =
+      setting == nullptr || setting->loss.count == 0 ? "--" : number(setting->loss.mean);
+  if (is_best_rule(summary, index)) own = "\\textbf{" + own + "}";
+  const std::string paper =
+      format(is_papers_best_rule(index) ? "\\textbf{%.4f}" : "%.4f", cell.paper);
+  return own + " {\\scriptsize(" + paper + ")}";
+}
+
+}  // namespace
+
+bool is_papers_best_rule(size_t cell) {
+  return table1_cells()[cell].row == "QK" && table1_cells()[cell].rule == "rand.";
+}
+
+bool is_best_rule(const VariantSummary& summary, size_t cell) {
+  const auto& cells = table1_cells();
+  if (cells[cell].group_size < 2) return false;
+  double best = INFINITY;
+  std::string name;
+  for (const auto& other : cells) {
+    if (other.row != cells[cell].row || other.group_size != cells[cell].group_size) continue;
+    const auto* setting = summary.find(other.setting);
+    if (setting == nullptr || setting->loss.count == 0) return false;
+    if (setting->loss.mean >= best) continue;
+    best = setting->loss.mean;
+    name = other.setting;
+  }
+  return cells[cell].setting == name;
+}
+
+std::string to_markdown(
+    const Folder& folder, const Analysis& analysis, const std::vector<Claim>& claims) {
+  std::ostringstream out;
+  const auto config = train::configure(folder.study.options);
+  out << "# Table 1\n\nValidation loss after " << config.steps << " steps of "
+      << config.batch * config.context << " tokens: mean ± standard deviation over seeds, and in "
+      << "parentheses the paper's, of another model and text. Bold: the best rule of a row at that "
+         "g. "
+      << "▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
+      << "settings at once. ᵉ: exploratory, fewer than " << kEnoughSeeds << " seeds.\n\n"
+      << "| baseline | validation loss |\n|---|---|\n";
+  const auto& cells = table1_cells();
+  for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
+    out << "| " << cells[i].row << " | " << markdown_cell(analysis.main, i) << " |\n";
+  }
+  if (const auto* ours = analysis.main.find("three-way"); ours != nullptr && ours->loss.count > 0) {
+    out << "| Full-QKV Muon, three-way (not in the paper) | " << number(ours->loss.mean) << " ± "
+        << number(ours->loss.deviation) << " |\n";
+  }
+  out << "\n| | rule | g = 1 | g = 2 | g = 3 | g = 4 | g = 6 |\n|---|---|---|---|---|---|---|\n";
+  for (const auto& row : grouped_rows()) {
+    out << "| " << row.row << " | " << row.rule << " |";
+    for (const size_t cell : row.cells) out << " " << markdown_cell(analysis.main, cell) << " |";
+    out << "\n";
+  }
+  out << "\n# Every setting\n\nDifferences are taken seed by seed; p is two-sided, by flipping "
+         "signs, "
+      << "and beside it corrected for all settings (Holm).\n\n";
+  write_settings(out, analysis.main);
+  if (analysis.noise) {
+    const auto& noise = *analysis.noise;
+    out << "Noise: " << noise.setting
+        << " from weights moved by one rounding error less itself: " << interval(noise.difference)
+        << ", " << noise.difference.count << (noise.difference.count == 1 ? " seed" : " seeds")
+        << "; standard deviation " << number(noise.deviation) << ", largest "
+        << number(noise.largest) << ".\n\n";
+  }
+  for (const auto& variant : analysis.variants) {
+    if (!has_results(variant)) continue;
+    out << "# " << variant.name << "\n\n";
+    for (const auto& [key, value] : variant.options) out << "`" << key << " = " << value << "` ";
+    out << "\n\n";
+    write_settings(out, variant);
+  }
+  out << "# Claims of the paper\n\n| | claim | verdict | evidence |\n|---:|---|---|---|\n";
+  for (const auto& claim : claims) {
+    out << "| " << claim.number << " | " << claim.text << " | " << to_string(claim.verdict)
+        << " | ";
+    for (size_t i = 0; i < claim.evidence.size(); ++i) {
+      out << (i == 0 ? "" : "<br>") << claim.evidence[i];
+    }
+    out << " |\n";
+  }
+  return out.str();
+}
+
+std::string to_csv(const Analysis& analysis) {
+  std::ostringstream out;
+  out << "variant,setting,title,seeds,exploratory,loss,sd";
+  for (const std::string baseline : kBaselines) {
+    for (const char* column :
+         {"seeds", "difference", "low", "high", "simultaneous_low", "simultaneous_high", "p",
+          "holm_p", "mark"}) {
+      out << "," << baseline << "_" << column;
+    }
+  }
+  out << "\n";
+  write_csv_rows(out, analysis.main);
+  for (const auto& variant : analysis.variants) write_csv_rows(out, variant);
+  return out.str();
+}
+
+std::string to_latex(const Analysis& analysis) {
+  std::ostringstream out;
+  const auto& cells = table1_cells();
+  out << "% Needs booktabs and multirow. In parentheses: the paper's numbers, of another model and "
+         "text.\n"
+      << "\\begin{tabular}{llccccc}\n\\toprule\n"
+      << "\\multicolumn{2}{l}{Baselines} & \\multicolumn{5}{c}{Validation loss} \\\\\n\\midrule\n";
+  for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
+    out << "\\multicolumn{2}{l}{" << cells[i].row << "} & \\multicolumn{5}{c}{"
+        << latex_number(analysis.main, i) << "} \\\\\n";
+  }
+  if (const auto* ours = analysis.main.find("three-way"); ours != nullptr && ours->loss.count > 0) {
+    out << "\\multicolumn{2}{l}{Full-QKV Muon, three-way} & \\multicolumn{5}{c}{"
+        << number(ours->loss.mean) << "} \\\\\n";
+  }
+  out << "\\midrule\nGroupMuon & Rule & $g=1$ & $g=2$ & $g=3$ & $g=4$ & $g=6$ \\\\\n";
+  const auto rows = grouped_rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool first = i == 0 || rows[i - 1].row != rows[i].row;
+    if (first) {
+      size_t height = 1;
+      while (i + height < rows.size() && rows[i + height].row == rows[i].row) ++height;
+      out << "\\midrule\n\\multirow{" << height << "}{*}{" << rows[i].row << "}\n";
+    }
+    out << "& " << rows[i].rule;
+    for (const size_t cell : rows[i].cells) out << " & " << latex_number(analysis.main, cell);
+    out << " \\\\\n";
+  }
+  out << "\\bottomrule\n\\end{tabular}\n";
+  return out.str();
+}
+
+}  // namespace study

@@ -1,0 +1,65 @@
+#include "study/workers.h"
+
+#include <c10/util/Exception.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <fstream>
+#include <thread>
+
+#include "study/cost.h"
+
+namespace study {
+namespace {
+
+int64_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  std::string word;
+  while (file >> word) {
+    int64_t kilobytes = 0;
+    if (word == "MemAvailable:" && file >> kilobytes) return kilobytes * 1024;
+  }
+  return 0;
+}
+
+int64_t cores() { return std::max(1U, std::thread::hardware_concurrency()); }
+
+}  // namespace
+
+Workers choose_workers(const Folder& folder, Workers workers) {
+  if (workers.device.empty()) {
+    workers.device = train::configure(folder.study.options).device;
+  }
+  const bool cuda = workers.device == "cuda";
+  const auto gpus = static_cast<int64_t>(torch::cuda::device_count());
+  TORCH_CHECK_VALUE(!cuda || gpus > 0, "--device cuda: this machine has no GPU that torch can use");
+  if (workers.jobs == 0) {
+    int64_t largest = 1;
+    for (const auto& run : folder.plan) {
+      largest = std::max(largest, memory_of(train::configure(run.options)));
+    }
+    const int64_t fitting = std::max<int64_t>(1, available_memory() * 8 / 10 / largest);
+    workers.jobs = cuda ? gpus : std::min(cores(), fitting);
+  }
+  if (workers.threads == 0) workers.threads = std::max<int64_t>(1, cores() / workers.jobs);
+  return workers;
+}
+
+std::vector<std::string> gpus_of_jobs(const std::string& visible, int64_t gpus, int64_t jobs) {
+  std::vector<std::string> names;
+  for (size_t at = 0; !visible.empty() && at <= visible.size();) {
+    const size_t end = std::min(visible.find(',', at), visible.size());
+    names.push_back(visible.substr(at, end - at));
+    at = end + 1;
+  }
+  if (names.empty()) {
+    for (int64_t gpu = 0; gpu < gpus; ++gpu) names.push_back(std::to_string(gpu));
+  }
+  std::vector<std::string> of_jobs;
+  for (int64_t job = 0; job < jobs; ++job) {
+    of_jobs.push_back(names[static_cast<size_t>(job) % names.size()]);
+  }
+  return of_jobs;
+}
+
+}  // namespace study

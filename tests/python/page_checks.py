@@ -1,0 +1,81 @@
+"""Looking at a report page in Chromium: what it complains of, what it asks for, what it says."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+
+from playwright.sync_api import sync_playwright
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+
+# The place in the window of that point of a curve which is farthest from all other curves: there it
+# is clear which of them the mouse is on. Panels in which it cannot be seen are passed over.
+FIND_POINT = """
+([figure, name]) => {
+  const points = (path) => [...path.getAttribute("d").matchAll(/(-?[\\d.]+),(-?[\\d.]+)/g)]
+    .map(([, x, y]) => ({x: Number(x), y: Number(y)}));
+  for (const svg of figure.querySelectorAll("svg:has(path.curve)")) {
+    const curves = [...svg.querySelectorAll("path.curve")];
+    const own = curves.find((path) => path.dataset.name === name);
+    if (!own) continue;
+    const others = curves.filter((path) => path !== own).flatMap(points);
+    const area = svg.querySelector(".hit").getBBox();
+    const inside = ({x, y}) => x >= area.x && x <= area.x + area.width && y >= area.y &&
+      y <= area.y + area.height;
+    const free = (point) => Math.min(Infinity, ...others
+      .filter((other) => Math.abs(other.x - point.x) < 1)
+      .map((other) => Math.abs(other.y - point.y)));
+    const seen = points(own).filter(inside);
+    if (!seen.length) continue;
+    const best = seen.reduce((a, b) => (free(b) > free(a) ? b : a));
+    const place = new DOMPoint(best.x, best.y).matrixTransform(own.getScreenCTM());
+    return [place.x, place.y];
+  }
+  return null;
+}
+"""
+
+
+def is_own(url, path):
+    return url.partition("#")[0] == path.as_uri() or url.startswith("data:")
+
+
+@contextlib.contextmanager
+def open_page(path, color_scheme="light", width=1280):
+    """The page, and a list that fills with what goes wrong: errors, requests for anything else."""
+    path = pathlib.Path(path).resolve()
+    problems = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=color_scheme, viewport={"width": width, "height": 900})
+        page.on(
+            "console",
+            lambda line: problems.append(f"console: {line.text}") if line.type == "error" else None,
+        )
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (problems.append("a dialog opened"), dialog.dismiss()))
+        page.on(
+            "request",
+            lambda request: (
+                None if is_own(request.url, path) else problems.append(f"request: {request.url}")
+            ),
+        )
+        page.goto(path.as_uri())
+        yield page, problems
+        browser.close()
+
+
+def hover_curve(page, figure_selector, name):
+    """Puts the mouse on a point of that curve and returns what the tooltip says."""
+    figure = page.locator(figure_selector).first
+    curve = figure.locator(f"path.curve[data-name={json.dumps(name)}]").first
+    curve.wait_for(state="attached")
+    curve.locator("xpath=ancestor::*[local-name()='svg'][1]").scroll_into_view_if_needed()
+    place = page.evaluate(FIND_POINT, [figure.element_handle(), name])
+    assert place, f"no point of {name} can be seen in {figure_selector}"
+    page.mouse.move(*place)
+    tooltip = page.locator(".tooltip")
+    tooltip.wait_for(state="visible")
+    return tooltip.inner_text()

@@ -1,0 +1,206 @@
+"""group-muon report: what it says, what it leaves out, and how it looks in a real browser."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import statistics
+
+import pytest
+from conftest import make_data
+from page_checks import CHROMIUM, hover_curve, open_page
+from running import program, values
+
+STUDY = """
+settings = ["packed", "three-way", "head-wise", "qk-1", "qk-6-random"]
+seeds = 2
+
+[options]
+layers = 1
+heads = 12
+width = 48
+context = 16
+vocabulary = 64
+batch = 8
+steps = 12
+warmdown = 4
+validation-interval = 2
+validation-tokens = 512
+checkpoint-interval = 0
+muon-lr = 1e-3
+
+[noise]
+setting = "packed"
+seeds = 2
+
+[[variants]]
+name = "double-lr"
+settings = ["packed", "three-way"]
+options = { muon-lr = 2e-3 }
+
+[[variants]]
+name = "diagnosed"
+settings = ["three-way"]
+options = { diagnose-every = 4 }
+
+[[variants]]
+name = "exploding"
+settings = ["packed"]
+options = { muon-lr = 1e38 }
+"""
+FIGURES = ("figure1", "figure2", "differences", "effects", "variants", "gain")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    make_data(folder / "data")
+    (folder / "study.toml").write_text(STUDY)
+    out = folder / "study <b>&"
+    words = ("study", folder / "study.toml", "--data", folder / "data", "--out", out)
+    assert program(*words, check=False).returncode == 1  # one explodes
+    program("report", out)
+    return out
+
+
+@pytest.fixture
+def copy(study, tmp_path):
+    return shutil.copytree(study, tmp_path / "copy")
+
+
+def data_of(out):
+    return json.loads((out / "report/report.json").read_text())
+
+
+def setting(report, name):
+    return next(item for item in report["settings"] if item["name"] == name)
+
+
+def test_numbers_are_those_of_the_runs(study):
+    report = data_of(study)
+    last = {
+        name: [values(study / name / f"seed-{seed}", "validation_loss")[-1] for seed in (0, 1)]
+        for name in ("packed", "qk-6-random")
+    }
+    grouped = setting(report, "qk-6-random")
+    assert grouped["mean"] == pytest.approx(statistics.mean(last["qk-6-random"]), abs=1e-12)
+    assert grouped["deviation"] == pytest.approx(statistics.stdev(last["qk-6-random"]), abs=1e-12)
+    differences = [a - b for a, b in zip(last["qk-6-random"], last["packed"])]
+    assert grouped["against"]["packed"]["mean"] == pytest.approx(statistics.mean(differences))
+    assert grouped["exploratory"] and report["noise"]["count"] == 2
+    assert report["curves"]["packed"]["steps"] == [0, 2, 4, 6, 8, 10, 12]
+    assert 0 < setting(report, "packed")["cost"]["optimizer_share"] < 1
+    assert report["counts"] == {
+        "planned": 16, "finished": 15, "running": 0, "failed": 1, "waiting": 0
+    }  # fmt: skip
+    assert {run["run"] for run in report["diagnostics"]} == {"diagnosed/three-way/seed-0"}
+    assert [claim["number"] for claim in report["claims"]] == list(range(1, 9))
+    assert "/" not in report["common_config"]["data"]
+
+
+def test_tables_have_the_papers_layout(study):
+    markdown = (study / "report/table.md").read_text()
+    own = setting(data_of(study), "qk-6-random")["mean"]
+    assert re.search(rf"\| QK \| rand\. \|.*{own:.4f} ± .*\(\*\*3\.2722\*\*\) \|\n", markdown)
+    assert len(re.findall(r"\((?:\*\*)?3\.2\d{3}(?:\*\*)?\)", markdown)) == 37
+    latex = (study / "report/table.tex").read_text()
+    assert latex.count(r"\multirow{3}{*}{QK}") == 1 and latex.count("\\midrule") == 5
+    rows = list(csv.reader((study / "report/table.csv").open()))
+    assert len(rows) == 1 + 5 + 2 + 1  # the exploding one has no result
+    assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_figures_are_drawn_as_svg_and_png(study):
+    for name in FIGURES:
+        svg = (study / f"report/figures/{name}.svg").read_text()
+        assert "<svg" in svg and (study / f"report/figures/{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "shorter", "gap", "nan", "result"])
+def test_damaged_files_are_reported_and_left_out(copy, damage):
+    run = copy / "qk-1/seed-1"
+    metrics = run / "metrics.jsonl"
+    text = metrics.read_text()
+    lines = text.splitlines(keepends=True)
+    if damage == "cut":
+        metrics.write_text(text[:-20])
+    elif damage == "garbage":
+        metrics.write_text("".join([*lines[:5], "\x00\x00\x00\n", *lines[6:]]))
+    elif damage == "shorter":
+        metrics.write_text("".join(lines[:-4]))
+    elif damage == "gap":
+        metrics.write_text("".join(lines[:4] + lines[6:]))
+    elif damage == "nan":
+        metrics.write_text(re.sub(r'("validation_loss":)[\d.]+', r"\1null", text))
+    else:
+        (run / "result.json").write_text("{")
+    done = program("report", copy, "--no-figures")
+    assert "note: qk-1/seed-1: " in done.stdout and "left out" in done.stdout
+    report = data_of(copy)
+    assert setting(report, "qk-1")["count"] == 1 and setting(report, "packed")["count"] == 2
+    assert [run["state"] for run in report["runs"]].count("unreadable") == 1
+    assert len(report["problems"]) == 1
+
+
+def test_a_study_that_has_just_begun_has_a_report(copy, study):
+    for path in copy.rglob("seed-*"):
+        shutil.rmtree(path)
+    program("report", copy)
+    assert data_of(copy)["counts"]["waiting"] == 16
+    assert "no study in" in program("report", study / "packed", check=False).stderr
+
+
+def test_without_matplotlib_the_page_is_written_and_the_figures_are_explained(copy):
+    shutil.rmtree(copy / "report")
+    done = program("report", copy, "--python", "/bin/false", check=False)
+    assert done.returncode == 1 and "plot.py study" in done.stdout
+    assert (copy / "report/report.html").exists()
+
+
+browser = pytest.mark.skipif(
+    CHROMIUM is None and "chromium" not in os.environ.get("GROUP_MUON_REQUIRE", ""),
+    reason="needs Chromium",
+)
+
+
+@browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_opens_without_errors_or_requests(study, scheme, width, tmp_path):
+    with open_page(study / "report/report.html", scheme, width) as (page, problems):
+        assert page.locator("h1").inner_text() == "study <b>&"
+        for section in ("table1", "claims", "figure1", "figure2", "differences", "effects"):
+            assert page.locator(f"#{section}").is_visible()
+        assert page.locator("#table1").inner_text().count("3.2722") == 1
+        overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.evaluate(overflow) <= 0
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        assert problems == []
+    assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+@browser
+def test_hovering_a_curve_shows_its_value(study):
+    report = data_of(study)
+    with open_page(study / "report/report.html") as (page, problems):
+        text = hover_curve(page, "#figure1", "packed")
+        step = int(re.search(r"step (\d+)", text).group(1))
+        at = report["curves"]["packed"]["steps"].index(step)
+        assert f"{report['curves']['packed']['mean'][at]:.4f}" in text
+        assert "packed" in text
+        text = hover_curve(page, "#differences", "qk-6-random").replace("−", "-")
+        step = int(re.search(r"step (\d+)", text).group(1))
+        band = report["differences"]["packed"]["qk-6-random"]
+        assert f"{band['mean'][band['steps'].index(step)]:.5f}" in text
+        assert problems == []
+
+
+@browser
+def test_a_failed_run_shows_its_error_and_its_config(study):
+    with open_page(study / "report/report.html") as (page, problems):
+        runs = page.locator("#runs")
+        assert "the run cannot go on" in runs.inner_text()
+        runs.get_by_text("exploding/packed/seed-0").click()
+        assert "1e+38" in runs.inner_text()
+        assert problems == []

@@ -1,0 +1,300 @@
+"""group-muon study: real processes, killed, failed, side by side, and under a real Slurm."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from private_slurm import installed, private_slurm, wait_for_job
+from running import PROGRAM, curve, last_weights, program, train
+
+STUDY = """
+settings = ["packed", "three-way", "qk-2-random"]
+seeds = 2
+
+[options]
+layers = 2
+heads = 4
+width = 32
+context = 16
+vocabulary = 64
+batch = 8
+steps = 12
+warmdown = 4
+validation-interval = 4
+validation-tokens = 512
+checkpoint-interval = 2
+muon-lr = 1e-3
+log-interval = 1
+"""
+FAILING = """
+[[variants]]
+name = "exploding"
+settings = ["packed"]
+options = { muon-lr = 1e38 }
+"""
+TABLES = ("table.md", "table.csv", "table.tex")
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Writes a study file."""
+
+    def write(text=STUDY, name="study.toml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def tables(folder):
+    program("report", folder, "--no-figures")
+    return {name: (folder / "report" / name).read_text() for name in TABLES}
+
+
+def starts(folder):
+    """How often each run was begun or gone on with."""
+    return {
+        str(path.parent.relative_to(folder)): len(path.read_text().splitlines())
+        for path in folder.rglob("machine.jsonl")
+    }
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def processes_of(folder):
+    """Processes with the folder among their arguments."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    if os.fsencode(str(folder)) in file.read():
+                        found.append(int(entry))
+            except OSError:
+                pass
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A study that nothing disturbed, and its tables."""
+    from conftest import make_data
+
+    folder = tmp_path_factory.mktemp("finished")
+    make_data(folder / "data")
+    (folder / "study.toml").write_text(STUDY)
+    out = folder / "study"
+    done = program("study", folder / "study.toml", "--data", folder / "data", "--out", out)
+    return done, out, tables(out), folder / "data"
+
+
+def test_runs_everything_once_and_leaves_finished_runs_alone(finished):
+    done, out, before, _ = finished
+    assert "6 of 6 done, 0 running, 0 failed, best " in done.stdout
+    assert set(starts(out).values()) == {1} and len(starts(out)) == 6
+    again = program("study", out)
+    assert "begin" not in again.stdout and "6 of 6 done" in again.stdout
+    assert set(starts(out).values()) == {1}
+    assert tables(out) == before
+    assert len(before["table.csv"].splitlines()) == 1 + 3
+
+
+def test_list_and_dry_run_change_nothing(finished, tmp_path):
+    _, out, _, data = finished
+    listed = program("study", out, "--list").stdout
+    assert re.search(r"^ +0  packed/seed-0 +\d\.\d{4}$", listed, re.M), listed
+    assert "6 runs of 3 settings" in listed
+    file = out.parent / "study.toml"
+    estimate = program("study", file, "--data", data, "--out", tmp_path / "new", "--dry-run").stdout
+    assert "6 of 6 runs are left: 9.22e+03 tokens" in estimate
+    assert re.search(r"about \d+:\d\d, \d+ at a time with \d+ threads? each", estimate)
+    assert not (tmp_path / "new").exists()
+
+
+def test_ten_kills_give_the_same_tables(finished, study, tmp_path):
+    _, _, expected, data = finished
+    out = tmp_path / "killed"
+    words = [PROGRAM, "study", str(study()), "--data", str(data), "--out", str(out), "--jobs", "2"]
+    moments = random.Random()
+    seed = moments.randrange(10**6)
+    moments.seed(seed)
+    killed = 0
+    while killed < 10:
+        worker = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(moments.uniform(0.05, 1.5))
+        # All at once, as by a power cut; or the study alone, whose runs should then stop by themselves.
+        everything = killed % 2 == 0
+        victims = processes_of(out) if everything else [worker.pid]
+        for victim in victims:
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        worker.wait()
+        until(lambda: not processes_of(out))
+        killed += 1
+    program("study", out)
+    assert tables(out) == expected, f"moments of seed {seed}"
+    for metrics in out.rglob("metrics.jsonl"):
+        steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+        assert steps == sorted(steps) and steps[-1] == 12
+
+
+def test_two_workers_share_the_runs(finished, study, tmp_path):
+    _, _, expected, data = finished
+    out = tmp_path / "shared"
+    words = [PROGRAM, "study", str(study()), "--data", str(data), "--out", str(out), "--jobs", "2"]
+    workers = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for worker in workers:
+        output, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+        assert "6 of 6 done" in output
+    assert set(starts(out).values()) == {1}  # by one worker, and not begun again
+    assert tables(out) == expected
+
+
+def test_a_run_is_taken_over_from_a_dead_worker_only(finished, study, tmp_path):
+    _, _, expected, data = finished
+    file = study(STUDY.replace("steps = 12", "steps = 400").replace("warmdown = 4", "warmdown = 9"))
+    out = tmp_path / "taken"
+    program("study", file, "--data", data, "--out", out, "--slurm", "--dry-run")
+    assert not out.exists()
+    # A stopped study leaves its folder, in which a single run can be addressed.
+    worker = subprocess.Popen([PROGRAM, "study", str(file), "--data", str(data), "--out", str(out)])
+    until(lambda: (out / "study.toml").exists())
+    worker.send_signal(signal.SIGINT)
+    assert worker.wait(timeout=60) == 128 + signal.SIGINT
+    words = [PROGRAM, "study", "run", str(out), "packed/seed-1"]
+    holder = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    until(lambda: (out / "packed/seed-1/checkpoints").is_dir())
+    refused = program(*words[1:], check=False)
+    assert refused.returncode == 75
+    assert "another process is at work on packed/seed-1" in refused.stderr
+    holder.kill()
+    holder.wait()
+    begun = starts(out)["packed/seed-1"]
+    program(*words[1:])
+    assert starts(out)["packed/seed-1"] == begun + 1
+    assert (out / "packed/seed-1/result.json").exists()
+
+
+def test_stopping_saves_checkpoints_and_says_how_to_go_on(finished, study, tmp_path):
+    _, _, _, data = finished
+    file = study(
+        STUDY.replace("steps = 12", "steps = 4000").replace("interval = 2", "interval = 0")
+    )
+    out = tmp_path / "stopped"
+    words = [PROGRAM, "study", str(file), "--data", str(data), "--out", str(out), "--jobs", "1"]
+    worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    metrics = out / "packed/seed-0/metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5)
+    worker.send_signal(signal.SIGTERM)
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 128 + signal.SIGTERM
+    assert f"go on with: group-muon study {out}" in output
+    assert any((out / "packed/seed-0/checkpoints").iterdir())
+    assert not processes_of(out)
+
+
+def test_a_failed_run_is_kept_with_its_error_and_does_not_stop_the_rest(study, data, tmp_path):
+    out = tmp_path / "failing"
+    words = ("study", study(STUDY + FAILING), "--data", data, "--out", out)
+    done = program(*words, check=False)
+    assert done.returncode == 1
+    assert "6 of 7 done, 0 running, 1 failed" in done.stdout and "--retry" in done.stdout
+    error = (out / "exploding/packed/seed-0/error.txt").read_text()
+    assert "the run cannot go on" in error
+    assert "failed: " in program(*words, "--list").stdout
+    before = starts(out)
+    assert program("study", out, check=False).returncode == 1
+    assert starts(out) == before
+    assert program("study", out, "--retry", check=False).returncode == 1
+    assert starts(out)["exploding/packed/seed-0"] == before["exploding/packed/seed-0"] + 1
+    report = json.loads(report_of(out).read_text())
+    assert report["counts"]["failed"] == 1
+    assert [run["state"] for run in report["runs"]].count("failed") == 1
+
+
+def report_of(out):
+    program("report", out, "--no-figures")
+    return out / "report/report.json"
+
+
+def test_a_changed_study_is_noticed(finished, study, tmp_path):
+    _, out, _, data = finished
+    words = ("--data", data, "--out", out)
+    changed = program("study", study(STUDY.replace("1e-3", "2e-3")), *words, check=False)
+    assert changed.returncode == 1 and "muon-lr" in changed.stderr, changed.stderr
+    assert "the study has changed since 6 runs" in changed.stderr
+    removed = program("study", study(STUDY.replace("warmdown = 4\n", "")), *words, check=False)
+    assert removed.returncode == 1 and "warmdown" in removed.stderr, removed.stderr
+    more = program("study", study(STUDY.replace("seeds = 2", "seeds = 3")), *words, "--list")
+    assert "9 runs" in more.stdout  # a longer plan is no change
+
+
+def test_wrong_words_are_errors_with_the_nearest_name(study, data, tmp_path):
+    def error(text, *words):
+        done = program(
+            "study", study(text), "--data", data, "--out", tmp_path / "x", *words, check=False
+        )
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "did you mean 'settings'?" in error(STUDY.replace("settings", "setings"))
+    assert "did you mean 'muon-lr'?" in error(STUDY.replace("muon-lr", "muon-lrr"))
+    assert "did you mean qk-2-random?" in error(STUDY.replace("qk-2-random", "qk-2-rand"))
+    assert not (tmp_path / "x").exists()
+    assert "no study in" in program("study", data, check=False).stderr
+    missing = program("study", study(), "--data", tmp_path / "none", check=False)
+    assert "there is no folder" in missing.stderr
+
+
+def test_finished_runs_can_leave_their_checkpoints(study, data, tmp_path):
+    out = tmp_path / "light"
+    file = study("keep-checkpoints = false\n" + STUDY.replace("seeds = 2", "seeds = 1"))
+    program("study", file, "--data", data, "--out", out)
+    assert not list(out.rglob("*.safetensors"))
+    assert "3 of 3 done" in program("study", out).stdout
+
+
+def test_rules_are_the_same_for_single_heads_to_the_bit(data, tmp_path):
+    runs = []
+    for group in ("1", "1:adjacent", "1:interval", "1:random"):
+        runs.append(tmp_path / group.replace(":", "-"))
+        train(data, runs[-1], qk_group=group)
+    for run in runs[1:]:
+        assert curve(run) == curve(runs[0])
+        assert last_weights(run) == last_weights(runs[0])
+
+
+def required(name):
+    """Continuous integration has everything; elsewhere a test may be left out."""
+    return os.environ.get("GROUP_MUON_REQUIRE", "").find(name) >= 0
+
+
+@pytest.mark.skipif(not installed() and not required("slurm"), reason="needs slurm-wlm and munge")
+def test_an_array_job_runs_to_the_end_under_slurm(finished, study, tmp_path):
+    _, _, expected, data = finished
+    out = tmp_path / "array"
+    with private_slurm(tmp_path) as environment:
+        words = ("study", study(), "--data", data, "--out", out, "--slurm", "--threads", 1)
+        done = program(*words, "--slurm-options", "--time=10", env=environment)
+        job = re.search(r"Submitted batch job (\d+)", done.stdout).group(1)
+        tasks = wait_for_job(job, environment, 120)
+        assert tasks == {task: ("COMPLETED", 0) for task in range(6)}
+        assert set(starts(out).values()) == {1}
+        assert tables(out) == expected
+        assert "are finished" in program(*words, env=environment, check=False).stderr

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -17,12 +18,14 @@
 #include "study/runner.h"
 #include "study/settings.h"
 #include "study/slurm.h"
+#include "study/text.h"
 #include "train/files.h"
 
 namespace cli {
 namespace {
 
 namespace fs = std::filesystem;
+using study::format;
 
 struct StudyArguments {
   std::string file, data, out;
@@ -34,14 +37,8 @@ struct StudyArguments {
 struct RunArguments {
   std::string folder, run;
   study::Workers workers;
+  bool unless_failed = false;
 };
-
-template <typename... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[512];
-  std::snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
 
 std::string this_program() { return fs::read_symlink("/proc/self/exe").string(); }
 
@@ -57,12 +54,11 @@ study::Folder folder_of(const StudyArguments& arguments) {
   if (!arguments.data.empty()) study.data = fs::absolute(arguments.data).lexically_normal();
   const std::string out =
       arguments.out.empty() ? "runs/" + fs::path(arguments.file).stem().string() : arguments.out;
-  const study::Folder only_looked_at = {train::normal_path(out), study, study::make_plan(study)};
-  if (arguments.list) return only_looked_at;
+  if (arguments.list) return study::planned_folder(study, out);
   TORCH_CHECK_VALUE(
       !study.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
   TORCH_CHECK_VALUE(fs::is_directory(study.data), "there is no folder '", study.data, "'");
-  return arguments.dry_run ? only_looked_at : study::make_folder(study, out);
+  return study::planned_folder(study, out);
 }
 
 std::string show(const study::RunStatus& status) {
@@ -90,14 +86,14 @@ void list(const study::Folder& folder) {
   };
   for (const auto& cell : study::table1_cells()) cells += has(cell.setting) ? 1 : 0;
   say(format(
-      "%zu runs of %zu settings, which fill %lld of the 37 cells of Table 1%s", folder.plan.size(),
+      "%zu runs, %zu settings, which fill %lld of the 37 cells of Table 1%s", folder.plan.size(),
       names.size(), static_cast<long long>(cells),
       has("three-way") ? "; three-way is not in the paper" : ""));
 }
 
 void show_cost(const study::Folder& folder, const study::Workers& workers) {
   constexpr double kGiga = 1 << 30;
-  const auto cost = study::estimate_cost(folder, workers.jobs, workers.threads);
+  const auto cost = study::estimate_cost(folder, workers.device, workers.jobs, workers.threads);
   say(format(
       "%lld of %lld runs are left: %.3g tokens, %.3g floating-point operations",
       static_cast<long long>(cost.left), static_cast<long long>(cost.runs), cost.tokens,
@@ -109,20 +105,20 @@ void show_cost(const study::Folder& folder, const study::Workers& workers) {
       static_cast<long long>(workers.threads), workers.threads == 1 ? "thread" : "threads",
       clock_text(cost.job_seconds).c_str()));
   say(format(
-      "about %.1f GB of memory at a time; %.1f GB on disk for checkpoints in the end",
+      "about %.1f GB of memory, and %.1f GB on disk for checkpoints",
       static_cast<double>(cost.memory) / kGiga, static_cast<double>(cost.disk) / kGiga));
 }
 
-// "12 of 138 done, 2 running, 1 failed, best qk-1 4.7012, 3:12:00 left"
+// "12 of 138 done, 2 running, 1 failed, 3:12:00 left, best qk-1 4.7012"; what may be cut off comes last.
 std::string summary(const study::StudyProgress& now) {
   std::string text = format(
       "%lld of %lld done, %lld running, %lld failed", static_cast<long long>(now.finished),
       static_cast<long long>(now.planned), static_cast<long long>(now.running),
       static_cast<long long>(now.failed));
+  if (now.seconds_left > 0) text += ", " + clock_text(now.seconds_left) + " left";
   if (!now.best_setting.empty()) {
     text += format(", best %s %.4f", now.best_setting.c_str(), now.best_loss);
   }
-  if (now.seconds_left > 0) text += ", " + clock_text(now.seconds_left) + " left";
   return text;
 }
 
@@ -131,7 +127,8 @@ study::StudyListener make_study_listener() {
   study::StudyListener listener;
   auto last = std::make_shared<Clock::time_point>(Clock::now());
   listener.progress = [last](const study::StudyProgress& now) {
-    show_live(now.fraction, summary(now));
+    const bool stopping = stop_signal() != 0;
+    show_live(now.fraction, stopping ? "stopping: runs save checkpoints" : summary(now));
     // In a log, a line now and then.
     if (isatty(STDERR_FILENO) == 0 && Clock::now() - *last > std::chrono::minutes(5)) {
       say(summary(now));
@@ -156,7 +153,7 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
       "study in %s, %lld at a time with %lld %s each", folder.path.c_str(),
       static_cast<long long>(workers.jobs), static_cast<long long>(workers.threads),
       workers.threads == 1 ? "thread" : "threads"));
-  const auto end = study::run_all(folder, workers, retry, this_program(), make_study_listener());
+  const auto end = study::run_all(folder, workers, retry, make_study_listener());
   end_live();
   study::StudyProgress last = end;
   last.seconds_left = 0;
@@ -167,17 +164,20 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
     throw CLI::RuntimeError(128 + stop_signal());
   }
   if (end.failed > 0) {
-    say("errors are in error.txt and log.txt of each; once mended: group-muon study " + place +
-        " --retry");
+    say("errors are in error.txt and log.txt of each; when their cause is gone: group-muon study " +
+        place + " --retry");
     throw CLI::RuntimeError(1);
   }
   say("see it with: group-muon report " + place);
 }
 
-void submit(
-    const study::Folder& folder, const study::Workers& workers, const StudyArguments& arguments) {
+// Slurm's machines are others than this one, so nothing is chosen by what this one has.
+void submit(const study::Folder& folder, const StudyArguments& arguments) {
+  auto workers = arguments.workers;
+  if (workers.device.empty()) workers.device = train::configure(folder.study.options).device;
+  workers.threads = std::max<int64_t>(1, workers.threads);
   const std::string script = study::slurm_script(
-      folder, workers, arguments.workers.jobs, this_program(), arguments.slurm_options);
+      folder, workers, arguments.retry, this_program(), arguments.slurm_options);
   if (arguments.dry_run) {
     std::fputs(script.c_str(), stdout);
     return;
@@ -196,8 +196,18 @@ void run(const StudyArguments& arguments) {
   if (runs) catch_stop_signals();
   const auto folder = folder_of(arguments);
   if (arguments.list) return list(folder);
+  if (!arguments.dry_run) {
+    study::begin(folder);
+    study::check_data(folder);
+    if (const auto others = study::runs_without_plan(folder); !others.empty()) {
+      say(format(
+          "note: %zu of the runs in the folder are not in the study, such as %s; they are left "
+          "alone",
+          others.size(), others.front().c_str()));
+    }
+  }
+  if (arguments.slurm) return submit(folder, arguments);
   const auto workers = study::choose_workers(folder, arguments.workers);
-  if (arguments.slurm) return submit(folder, workers, arguments);
   if (arguments.dry_run) return show_cost(folder, workers);
   run_all(folder, workers, arguments.retry);
 }
@@ -221,18 +231,21 @@ void run_one(const RunArguments& arguments) {
   catch_stop_signals();
   const auto end = study::run_here(
       folder, planned, arguments.workers.threads, arguments.workers.device,
-      make_listener(config.steps, config.log_interval));
+      !arguments.unless_failed, make_listener(config.steps, config.log_interval));
   end_live();
   if (end == study::RunEnd::kElsewhere) {
     std::fprintf(stderr, "group-muon: another process is at work on %s\n", planned.name.c_str());
     throw CLI::RuntimeError(study::kRunElsewhere);
   }
+  if (end == study::RunEnd::kFailedBefore) throw CLI::RuntimeError(study::kRunFailed);
   if (end == study::RunEnd::kStopped) throw CLI::RuntimeError(128 + stop_signal());
   say(planned.name + " is finished: " + show(study::status_of(folder, planned)));
 }
 
 void add_workers(CLI::App& command, study::Workers& workers) {
-  command.add_option("--threads", workers.threads, "Of each run; 0: the cores, divided")
+  command
+      .add_option(
+          "--threads", workers.threads, "Of each run; 0: the cores, divided; with --slurm 1")
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
   command.add_option("--device", workers.device, "cpu or cuda; by default as the study says")
@@ -250,6 +263,8 @@ void add_run(CLI::App& study) {
       ->type_name("RUN")
       ->required();
   add_workers(*command, arguments->workers);
+  command->add_flag(
+      "--unless-failed", arguments->unless_failed, "Leave it alone if it has failed before");
   command->callback([arguments] { run_one(*arguments); });
 }
 

@@ -15,10 +15,9 @@ namespace {
 
 std::atomic<int> stop{0};  // the signal that asked for it
 
-// The first signal asks for a checkpoint, the second ends the program at once.
 void ask_to_stop(int signal) {
   stop = signal;
-  std::signal(signal, SIG_DFL);
+  if (signal == SIGINT) std::signal(signal, SIG_DFL);
 }
 
 std::string thousands(double value) {
@@ -87,8 +86,16 @@ train::Listener make_listener(int64_t steps, int64_t log_interval) {
 }
 
 void catch_stop_signals() {
-  std::signal(SIGINT, ask_to_stop);
-  std::signal(SIGTERM, ask_to_stop);
+  struct sigaction action = {};
+  action.sa_handler = ask_to_stop;
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  sigset_t both;  // a study blocks them until its runs are here
+  sigemptyset(&both);
+  sigaddset(&both, SIGINT);
+  sigaddset(&both, SIGTERM);
+  sigprocmask(SIG_UNBLOCK, &both, nullptr);
 }
 
 int stop_signal() { return stop; }

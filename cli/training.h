@@ -10,7 +10,8 @@ namespace cli {
 /// Says what happens: a live line on a terminal, else a line every `log_interval` steps.
 train::Listener make_listener(int64_t steps, int64_t log_interval);
 
-/// From now on a first SIGINT or SIGTERM asks for a checkpoint, the second ends the program at once.
+/// From now on SIGINT and SIGTERM ask for a checkpoint, and so does one that came before; a second SIGINT ends the
+/// program at once. A second SIGTERM does not: batch systems and studies may send it to all they know.
 void catch_stop_signals();
 /// The signal that asked for it, or 0.
 int stop_signal();

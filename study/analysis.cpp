@@ -15,22 +15,12 @@ double mean_known(const std::vector<double>& values) {
   return summarize(known).mean;
 }
 
-std::vector<double> common_differences(
-    const std::map<int64_t, double>& a, const std::map<int64_t, double>& b) {
-  std::vector<double> differences;
-  for (const auto& [seed, loss] : a) {
-    if (const auto other = b.find(seed); other != b.end()) {
-      differences.push_back(loss - other->second);
-    }
-  }
-  return differences;
-}
-
 SettingSummary summarize_setting(
     const Results& results, const std::string& setting, const std::string& variant) {
   SettingSummary summary;
   summary.name = setting;
   std::vector<double> losses, speeds, shares, seconds;
+  summary.losses = losses_of(results, setting, variant);
   for (const auto& result : results.runs) {
     if (!result.counts() || result.run.setting != setting || result.run.variant != variant)
       continue;
@@ -56,30 +46,32 @@ SettingSummary summarize_setting(
   return summary;
 }
 
-// Every setting against the baseline; the correction is for all that can be compared.
-void compare(
-    const Results& results, const std::string& variant, const std::string& baseline,
-    std::vector<SettingSummary>& settings) {
-  const auto base = losses_of(results, baseline, variant);
-  std::vector<std::pair<SettingSummary*, std::vector<double>>> pairs;
-  int64_t comparisons = 0;
-  for (auto& setting : settings) {
-    if (setting.name == baseline) continue;
-    auto differences = common_differences(losses_of(results, setting.name, variant), base);
-    if (differences.empty()) continue;
-    comparisons += differences.size() > 1 ? 1 : 0;
-    pairs.emplace_back(&setting, std::move(differences));
+// Every setting against the baseline.
+void compare(const std::string& baseline, VariantSummary& summary) {
+  const auto* base = summary.find(baseline);
+  if (base == nullptr) return;
+  for (const bool exploratory : {false, true}) {
+    std::vector<std::pair<SettingSummary*, std::vector<double>>> family;
+    for (auto& setting : summary.settings) {
+      if (setting.name == baseline) continue;
+      auto differences = differences_of(setting.losses, base->losses);
+      const auto count = static_cast<int64_t>(differences.size());
+      if (count == 0 || (count < kEnoughSeeds) != exploratory) continue;
+      family.emplace_back(&setting, std::move(differences));
+    }
+    std::vector<double> p;
+    for (auto& [setting, differences] : family) {
+      Comparison comparison;
+      comparison.difference = paired(differences, static_cast<int64_t>(family.size()));
+      comparison.exploratory = exploratory;
+      comparison.mark = mark_of(comparison.difference);
+      p.push_back(comparison.difference.p);
+      setting->against[baseline] = comparison;
+    }
+    const auto corrected = holm(p);
+    for (size_t i = 0; i < family.size(); ++i)
+      family[i].first->against[baseline].holm = corrected[i];
   }
-  std::vector<double> p;
-  for (auto& [setting, differences] : pairs) {
-    Comparison comparison;
-    comparison.difference = paired(differences, comparisons);
-    comparison.mark = mark_of(comparison.difference);
-    p.push_back(differences.size() > 1 ? comparison.difference.p : kUnknown);
-    setting->against[baseline] = comparison;
-  }
-  const auto corrected = holm(p);
-  for (size_t i = 0; i < pairs.size(); ++i) pairs[i].first->against[baseline].holm = corrected[i];
 }
 
 VariantSummary summarize_variant(
@@ -89,14 +81,14 @@ VariantSummary summarize_variant(
   for (const auto& setting : settings) {
     summary.settings.push_back(summarize_setting(results, setting, name));
   }
-  for (const std::string baseline : kBaselines) compare(results, name, baseline, summary.settings);
+  for (const std::string baseline : kBaselines) compare(baseline, summary);
   return summary;
 }
 
 std::optional<Noise> measure_noise(const Folder& folder, const Results& results) {
   const std::string& setting = folder.study.noise_setting;
   const auto differences =
-      common_differences(losses_of(results, setting, kNoiseVariant), losses_of(results, setting));
+      differences_of(losses_of(results, setting, kNoiseVariant), losses_of(results, setting));
   if (differences.empty()) return std::nullopt;
   Noise noise{setting, paired(differences, 1), summarize(differences).deviation, 0};
   for (const double difference : differences) {
@@ -106,6 +98,28 @@ std::optional<Noise> measure_noise(const Folder& folder, const Results& results)
 }
 
 }  // namespace
+
+std::string to_string(Mark mark) {
+  switch (mark) {
+    case Mark::kBetter:
+      return "better";
+    case Mark::kWorse:
+      return "worse";
+    default:
+      return "undecided";
+  }
+}
+
+std::vector<double> differences_of(
+    const std::map<int64_t, double>& a, const std::map<int64_t, double>& b) {
+  std::vector<double> differences;
+  for (const auto& [seed, loss] : a) {
+    if (const auto other = b.find(seed); other != b.end()) {
+      differences.push_back(loss - other->second);
+    }
+  }
+  return differences;
+}
 
 Mark mark_of(const Paired& difference) {
   if (difference.simultaneous_high < 0) return Mark::kBetter;
@@ -120,17 +134,6 @@ const SettingSummary* VariantSummary::find(const std::string& setting) const {
   return nullptr;
 }
 
-std::map<int64_t, double> losses_of(
-    const Results& results, const std::string& setting, const std::string& variant) {
-  std::map<int64_t, double> losses;
-  for (const auto& result : results.runs) {
-    if (result.counts() && result.run.setting == setting && result.run.variant == variant) {
-      losses[result.run.seed] = result.loss;
-    }
-  }
-  return losses;
-}
-
 std::map<int64_t, Curve> curves_of(
     const Results& results, const std::string& setting, const std::string& variant) {
   std::map<int64_t, Curve> curves;
@@ -140,6 +143,15 @@ std::map<int64_t, Curve> curves_of(
     }
   }
   return curves;
+}
+
+std::map<int64_t, double> losses_of(
+    const Results& results, const std::string& setting, const std::string& variant) {
+  std::map<int64_t, double> losses;
+  for (const auto& [seed, curve] : curves_of(results, setting, variant)) {
+    losses[seed] = curve.rbegin()->second;
+  }
+  return losses;
 }
 
 Band band_of(const std::vector<Curve>& curves) {

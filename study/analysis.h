@@ -14,17 +14,20 @@ namespace study {
 /// The two Full-QKV Muons, against which all is compared.
 constexpr const char* kBaselines[] = {"packed", "three-way"};
 
-/// Fewer seeds than these are exploratory.
-constexpr int64_t kEnoughSeeds = 5;
+/// Fewer seeds than these are exploratory: with 5, no p-value by flipping signs is below 0.05.
+constexpr int64_t kEnoughSeeds = 6;
 
 enum class Mark { kUndecided, kBetter, kWorse };
+std::string to_string(Mark mark);
 
 /// Better or worse only if the interval that holds for all comparisons at once says so.
 Mark mark_of(const Paired& difference);
 
+/// A setting against a baseline. Those with enough pairs are one family of comparisons, the exploratory ones another.
 struct Comparison {
-  Paired difference;       // loss less the baseline's, seed by seed
-  double holm = kUnknown;  // p-value, corrected for the number of settings
+  Paired difference;  // loss less the baseline's, seed by seed
+  bool exploratory = true;
+  double holm = kUnknown;  // p-value, corrected for the comparisons of its family
   Mark mark = Mark::kUndecided;
 };
 
@@ -37,6 +40,7 @@ struct Band {
 
 struct SettingSummary {
   std::string name;
+  std::map<int64_t, double> losses;  // by seed
   Summary loss;
   bool exploratory = true;
   std::map<std::string, Comparison>
@@ -68,6 +72,10 @@ struct Analysis {
   std::vector<VariantSummary> variants;
   std::optional<Noise> noise;
 };
+
+/// a less b for each seed that both have.
+std::vector<double> differences_of(
+    const std::map<int64_t, double>& a, const std::map<int64_t, double>& b);
 
 /// Loss after the last step by seed, of the runs that count.
 std::map<int64_t, double> losses_of(

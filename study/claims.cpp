@@ -4,77 +4,68 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
+
+#include "study/text.h"
 
 namespace study {
 namespace {
 
-using Losses = std::map<int64_t, double>;
+constexpr double kLevel = 0.05;
+constexpr int kSizes[] = {1, 2, 3, 4, 6};
+constexpr const char* kWholeOrSingle[] = {"packed", "three-way", "head-wise"};
 
-template <typename... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[512];
-  std::snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
+// Differences between two settings, one a seed, and the interval of their mean.
+struct Difference {
+  std::vector<double> values;
+  Interval interval;
 
-// "-0.0312 [-0.0340, -0.0284], 8 seeds"
-std::string show(const Interval& interval, size_t count, const char* unit = "seeds") {
-  if (count == 0) return "not measured";
-  if (count == 1) return format("%+.4f, 1 seed, no interval", interval.mean);
-  return format(
-      "%+.4f [%+.4f, %+.4f], %zu %s", interval.mean, interval.low, interval.high, count, unit);
-}
-
-// Below zero, above zero, or neither.
-int side_of(const Interval& interval) {
-  if (interval.high < 0) return -1;
-  return interval.low > 0 ? 1 : 0;
-}
-
-// What the claims are checked on.
-struct Evidence {
-  const Results& results;
-  const Analysis& analysis;
-
-  Losses losses(const std::string& setting) const { return losses_of(results, setting); }
-
-  // a less b for each seed that both have.
-  std::vector<double> differences(const std::string& a, const std::string& b) const {
-    std::vector<double> list;
-    const Losses base = losses(b);
-    for (const auto& [seed, loss] : losses(a)) {
-      if (base.count(seed) == 1) list.push_back(loss - base.at(seed));
-    }
-    return list;
-  }
-
-  // The mean over settings less the base, for each seed that all have.
-  std::vector<double> mean_differences(
-      const std::vector<std::string>& settings, const std::string& base) const {
-    std::vector<double> list;
-    for (const auto& [seed, loss] : losses(base)) {
-      double sum = 0;
-      size_t found = 0;
-      for (const auto& setting : settings) {
-        const Losses own = losses(setting);
-        if (own.count(seed) == 0) continue;
-        sum += own.at(seed) - loss;
-        ++found;
-      }
-      if (found == settings.size() && found > 0) list.push_back(sum / static_cast<double>(found));
-    }
-    return list;
-  }
+  explicit Difference(std::vector<double> differences, double alpha = kLevel)
+      : values(std::move(differences)), interval(interval_of(values, alpha)) {}
+  bool is_below() const { return values.size() > 1 && interval.high < 0; }
+  bool is_above() const { return values.size() > 1 && interval.low > 0; }
 };
 
-constexpr int kSizes[] = {1, 2, 3, 4, 6};
+// "-0.0312 [-0.0340, -0.0284], 8 seeds"
+std::string show(const Difference& difference) {
+  const auto& [mean, low, high] = difference.interval;
+  const size_t count = difference.values.size();
+  if (count == 0) return "not measured";
+  if (count == 1) return format("%+.4f, 1 seed, no interval", mean);
+  return format("%+.4f [%+.4f, %+.4f], %zu seeds", mean, low, high, count);
+}
+
+// What the study itself, without variants, says about two settings.
+Difference between(
+    const Analysis& analysis, const std::string& a, const std::string& b, double alpha = kLevel) {
+  const auto *first = analysis.main.find(a), *second = analysis.main.find(b);
+  if (first == nullptr || second == nullptr) return Difference({});
+  return Difference(differences_of(first->losses, second->losses), alpha);
+}
+
+// The mean over pairs of settings, for each seed that all of them have.
+Difference mean_between(
+    const Analysis& analysis, const std::vector<std::pair<std::string, std::string>>& pairs) {
+  std::map<int64_t, std::vector<double>> by_seed;
+  for (const auto& [a, b] : pairs) {
+    const auto *first = analysis.main.find(a), *second = analysis.main.find(b);
+    if (first == nullptr || second == nullptr) return Difference({});
+    for (const auto& [seed, loss] : first->losses) {
+      const auto other = second->losses.find(seed);
+      if (other != second->losses.end()) by_seed[seed].push_back(loss - other->second);
+    }
+  }
+  std::vector<double> means;
+  for (const auto& [seed, values] : by_seed) {
+    if (values.size() == pairs.size()) means.push_back(summarize(values).mean);
+  }
+  return Difference(std::move(means));
+}
 
 std::string grouped(const char* row, int g, const char* rule) {
   return g == 1 ? c10::str(row, "-1") : c10::str(row, "-", g, "-", rule);
 }
 
-std::vector<std::string> settings_with(const Analysis& analysis, const std::string& prefix) {
+std::vector<std::string> measured_settings(const Analysis& analysis, const std::string& prefix) {
   std::vector<std::string> names;
   for (const auto& setting : analysis.main.settings) {
     if (setting.name.rfind(prefix, 0) == 0 && setting.loss.count > 0) names.push_back(setting.name);
@@ -82,177 +73,247 @@ std::vector<std::string> settings_with(const Analysis& analysis, const std::stri
   return names;
 }
 
-std::string title(const char* baseline) { return c10::str(baseline, " Full-QKV"); }
+// A training of some length: the study, or a variant that differs in nothing but that.
+struct Training {
+  std::string variant;
+  int64_t steps;
+};
 
-// The study, and the variants that train for longer or shorter than it.
-Claim early_and_late(const Folder& folder, const Results& results) {
-  Claim claim{1, "Head-wise falls faster early, full-matrix is better late", {}, {}};
-  std::vector<std::pair<std::string, int64_t>> places = {
-      {"", train::configure(folder.study.options).steps}};
+std::vector<Training> trainings(const Folder& folder) {
+  const auto config = train::configure(folder.study.options);
+  std::vector<Training> list = {{"", config.steps}};
   for (const auto& variant : folder.study.variants) {
     auto options = folder.study.options;
     options.insert(options.end(), variant.options.begin(), variant.options.end());
-    const int64_t steps = train::configure(options).steps;
-    if (steps != places.front().second) places.emplace_back(variant.name, steps);
+    auto other = train::configure(options);
+    const int64_t steps = other.steps;
+    other.steps = config.steps;
+    other.warmdown = config.warmdown;
+    other.validation_interval = config.validation_interval;
+    other.checkpoint_interval = config.checkpoint_interval;
+    if (steps != config.steps && other == config) list.push_back({variant.name, steps});
   }
-  // The longest training decides: a crossing may come later than a short one lasts.
-  std::sort(places.begin(), places.end(), [](const auto& a, const auto& b) {
-    return a.second < b.second;
-  });
-  for (const auto& [variant, steps] : places) {
-    bool any = false, faster = true, slower = true, better = true, worse = true;
+  std::stable_sort(
+      list.begin(), list.end(), [](const auto& a, const auto& b) { return a.steps < b.steps; });
+  return list;
+}
+
+// Head-wise less a baseline, early and at the end.
+struct EarlyAndLate {
+  Interval early, late;
+  std::string text;
+};
+
+std::optional<EarlyAndLate> early_and_late(
+    const Results& results, const Training& training, const char* baseline) {
+  const Band band = band_of(differences_of(
+      curves_of(results, "head-wise", training.variant),
+      curves_of(results, baseline, training.variant)));
+  if (band.steps.size() < 3) return std::nullopt;
+  // Early: the validation nearest to a tenth of the training; weights are the same at step 0.
+  const auto distance = [&](size_t i) { return std::abs(10 * band.steps[i] - training.steps); };
+  size_t early = 1;
+  for (size_t i = 2; i < band.steps.size(); ++i) early = distance(i) < distance(early) ? i : early;
+  const auto at = [&](size_t i) { return Interval{band.mean[i], band.low[i], band.high[i]}; };
+  const auto show_at = [&](size_t i) {
+    const std::string interval =
+        band.count > 1 ? format(" [%+.4f, %+.4f]", band.low[i], band.high[i]) : "";
+    return format(
+        "%+.4f%s at step %lld", band.mean[i], interval.c_str(),
+        static_cast<long long>(band.steps[i]));
+  };
+  const size_t last = band.steps.size() - 1;
+  const double crossing = crossing_step(band);
+  const std::string text = c10::str(
+      training.variant.empty() ? "" : training.variant + ": ", "head-wise less ", baseline, ", ",
+      band.count, band.count == 1 ? " seed: " : " seeds: ", show_at(early), ", ", show_at(last),
+      crossing < 0 ? "; no crossing" : format("; crossing at step %.0f", crossing));
+  return EarlyAndLate{at(early), at(last), text};
+}
+
+Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
+  Claim claim{1, "Head-wise falls faster early, full-matrix is better late", {}, {}};
+  for (const auto& training : trainings(folder)) {
+    int compared = 0, faster = 0, slower = 0, better = 0, worse = 0;
     for (const char* baseline : kBaselines) {
-      const Band band = band_of(differences_of(
-          curves_of(results, "head-wise", variant), curves_of(results, baseline, variant)));
-      if (band.steps.size() < 3) continue;
-      // Early: the validation nearest to a tenth of the training; weights are the same at step 0.
-      size_t early = 1;
-      for (size_t i = 1; i < band.steps.size(); ++i) {
-        if (std::abs(10 * band.steps[i] - steps) < std::abs(10 * band.steps[early] - steps))
-          early = i;
-      }
-      const size_t last = band.steps.size() - 1;
-      const auto at = [&](size_t i) { return Interval{band.mean[i], band.low[i], band.high[i]}; };
-      const auto count = static_cast<size_t>(band.count);
-      const double crossing = crossing_step(band);
-      claim.evidence.push_back(
-          c10::str(
-              variant.empty() ? "" : c10::str(variant, ": "), "head-wise less ", title(baseline),
-              ": ", show(at(early), count), " at step ", band.steps[early], "; ",
-              show(at(last), count), " at step ", band.steps[last], "; ",
-              crossing < 0 ? "no crossing" : format("crossing at step %.0f", crossing)));
-      any = true;
-      faster = faster && side_of(at(early)) < 0;
-      slower = slower && side_of(at(early)) > 0;
-      better = better && side_of(at(last)) < 0;
-      worse = worse && side_of(at(last)) > 0;
+      const auto found = early_and_late(results, training, baseline);
+      if (!found) continue;
+      claim.evidence.push_back(found->text);
+      if (!std::isfinite(found->late.low)) continue;
+      ++compared;
+      faster += found->early.high < 0 ? 1 : 0;
+      slower += found->early.low > 0 ? 1 : 0;
+      better += found->late.high < 0 ? 1 : 0;
+      worse += found->late.low > 0 ? 1 : 0;
     }
-    if (!any) continue;
-    claim.verdict = faster && worse    ? Verdict::kSupported
-                    : slower || better ? Verdict::kContradicted
-                                       : Verdict::kUndecided;
+    if (compared < 2) continue;  // it takes both baselines, with intervals
+    claim.verdict = faster == 2 && worse == 2    ? Verdict::kSupported
+                    : slower == 2 || better == 2 ? Verdict::kContradicted
+                                                 : Verdict::kUndecided;
   }
+  if (claim.evidence.empty()) claim.evidence.push_back("not measured");
   claim.evidence.push_back(
       "Supported if, against both baselines, head-wise is below at a tenth of the training and "
-      "above at its end; contradicted if "
-      "it is above early or below at the end. The longest training decides");
+      "above at its end; "
+      "contradicted if it is above early or below at the end. The longest training with intervals "
+      "decides");
   return claim;
 }
 
-Claim better_with_size(const Evidence& evidence) {
+Claim better_with_size(const Analysis& analysis) {
   Claim claim{2, "QK with random groups gets better with g up to 6", {}, {}};
-  const auto ends = evidence.differences("qk-6-random", "qk-1");
-  const auto whole = interval_of(ends);
-  claim.evidence.push_back("g = 6 less g = 1: " + show(whole, ends.size()));
+  const double alpha = kLevel / static_cast<double>(std::size(kSizes));
+  const auto ends = between(analysis, "qk-6-random", "qk-1", alpha);
+  claim.evidence.push_back("g = 6 less g = 1: " + show(ends));
+  bool worse_somewhere = false;
   for (size_t i = 1; i < std::size(kSizes); ++i) {
-    const auto step = evidence.differences(
-        grouped("qk", kSizes[i], "random"), grouped("qk", kSizes[i - 1], "random"));
+    const auto step = between(
+        analysis, grouped("qk", kSizes[i], "random"), grouped("qk", kSizes[i - 1], "random"),
+        alpha);
     claim.evidence.push_back(
-        c10::str(
-            "g = ", kSizes[i], " less g = ", kSizes[i - 1], ": ",
-            show(interval_of(step), step.size())));
+        c10::str("g = ", kSizes[i], " less g = ", kSizes[i - 1], ": ", show(step)));
+    worse_somewhere = worse_somewhere || step.is_above();
   }
-  claim.evidence.push_back("Decided by g = 6 less g = 1: below zero supports, above contradicts");
-  if (ends.size() > 1 && side_of(whole) != 0) {
-    claim.verdict = side_of(whole) < 0 ? Verdict::kSupported : Verdict::kContradicted;
-  }
+  claim.evidence.push_back(
+      "Supported if g = 6 is below g = 1 and no step is above zero, contradicted if any of these "
+      "is above; intervals hold "
+      "for all five at once");
+  if (ends.is_below()) claim.verdict = Verdict::kSupported;
+  if (ends.is_above() || worse_somewhere) claim.verdict = Verdict::kContradicted;
   return claim;
 }
 
-Claim random_is_best(const Evidence& evidence) {
+Claim random_is_best(const Analysis& analysis) {
   Claim claim{3, "Random beats adjacent and interval at equal g", {}, {}};
-  bool below = true, above = true, any = false;
+  int below = 0, above = 0;
   for (const char* rule : {"adjacent", "interval"}) {
-    std::vector<double> all;
+    std::vector<std::pair<std::string, std::string>> pairs;
     for (const int g : {2, 3, 4, 6}) {
-      const auto list = evidence.differences(grouped("qk", g, "random"), grouped("qk", g, rule));
-      all.insert(all.end(), list.begin(), list.end());
+      pairs.emplace_back(grouped("qk", g, "random"), grouped("qk", g, rule));
     }
-    const auto interval = interval_of(all);
+    const auto difference = mean_between(analysis, pairs);
     claim.evidence.push_back(
-        c10::str(
-            "QK, random less ", rule, ", g = 2, 3, 4, 6: ", show(interval, all.size(), "pairs")));
-    any = any || all.size() > 1;
-    below = below && side_of(interval) < 0;
-    above = above && side_of(interval) > 0;
+        c10::str("QK, random less ", rule, ", mean over g = 2, 3, 4, 6: ", show(difference)));
+    below += difference.is_below() ? 1 : 0;
+    above += difference.is_above() ? 1 : 0;
   }
   claim.evidence.push_back(
-      "Supported if both intervals are below zero, contradicted if both are above");
-  if (any && below) claim.verdict = Verdict::kSupported;
-  if (any && above) claim.verdict = Verdict::kContradicted;
+      "Supported if both intervals are below zero, contradicted if one is above");
+  if (below == 2) claim.verdict = Verdict::kSupported;
+  if (above > 0) claim.verdict = Verdict::kContradicted;
   return claim;
 }
 
-// Settings that should be no better than the first of `bases`: a gain of less than half of what grouping QK gives counts
-// as none.
-Claim no_gain(
-    const Evidence& evidence, Claim claim, const std::vector<std::string>& settings,
-    const std::vector<std::string>& bases) {
-  const auto reference = evidence.differences("qk-6-random", "three-way");
-  const double margin = reference.empty() ? 0 : std::max(0.0, -interval_of(reference).mean / 2);
-  for (const auto& base : bases) {
-    const auto list = evidence.mean_differences(settings, base);
-    const auto interval = interval_of(list);
-    claim.evidence.push_back(
-        c10::str(
-            "mean of ", settings.size(), " settings less ", base, ": ",
-            show(interval, list.size())));
-    const auto better = std::count_if(settings.begin(), settings.end(), [&](const auto& name) {
-      const auto own = evidence.differences(name, base);
-      return !own.empty() && interval_of(own).mean < 0;
-    });
-    claim.evidence.push_back(
-        c10::str(better, " of ", settings.size(), " have a lower mean than ", base));
-    if (base != bases.front() || list.size() < 2) continue;
-    if (interval.low > -margin) claim.verdict = Verdict::kSupported;
-    if (side_of(interval) < 0) claim.verdict = Verdict::kContradicted;
-  }
-  claim.evidence.push_back(
-      c10::str(
-          "Decided by the difference to ", bases.front(),
-          format(
-              ": contradicted if its interval is below zero, supported if it is above -%.4f, half "
-              "of what QK g = 6 "
-              "random gains on three-way",
-              margin)));
-  return claim;
+// Half of what grouping QK gains: less than that counts as no gain. NaN if QK does not gain.
+double margin_of(const Analysis& analysis) {
+  const auto gain = between(analysis, "qk-6-random", "three-way");
+  return gain.is_below() ? -gain.interval.mean / 2 : kUnknown;
 }
 
-Claim best_beats_both(const Evidence& evidence) {
-  Claim claim{6, "The best grouping beats both Full-QKV and head-wise", {}, {}};
-  const SettingSummary* best = nullptr;
-  int64_t groupings = 0;
-  for (const auto& setting : evidence.analysis.main.settings) {
-    const bool is_grouping =
-        setting.name != "packed" && setting.name != "three-way" && setting.name != "head-wise";
-    if (!is_grouping || setting.loss.count == 0) continue;
-    ++groupings;
-    // One with enough seeds, if there is any.
-    const auto key = [](const SettingSummary& s) { return std::pair(s.exploratory, s.loss.mean); };
-    if (best == nullptr || key(setting) < key(*best)) best = &setting;
+std::string margin_text(double margin) {
+  if (!std::isfinite(margin)) {
+    return "there is no such margin here, since QK g = 6 random does not clearly gain on three-way";
   }
-  if (best == nullptr) {
-    claim.evidence.push_back("no grouping was measured");
+  return format("-%.4f, half of what QK g = 6 random gains on three-way", margin);
+}
+
+Claim no_gain_of_v(const Analysis& analysis) {
+  Claim claim{4, "Grouping V gives no consistent gain", {}, {}};
+  const auto settings = measured_settings(analysis, "v-");
+  if (settings.empty()) {
+    claim.evidence.push_back("not measured");
     return claim;
   }
-  bool beats = true, loses = false;
-  for (const char* other : {"packed", "three-way", "head-wise"}) {
-    const auto list = evidence.differences(best->name, other);
-    // The best of many is not any setting: its interval is that for all of them at once.
-    const auto interval = interval_of(list, 0.05 / static_cast<double>(groupings));
+  const double margin = margin_of(analysis);
+  for (const std::string base : {"three-way", "packed"}) {
+    std::vector<std::pair<std::string, std::string>> pairs;
+    int64_t better = 0;
+    for (const auto& setting : settings) {
+      pairs.emplace_back(setting, base);
+      better += between(analysis, setting, base).interval.mean < 0 ? 1 : 0;
+    }
+    const auto difference = mean_between(analysis, pairs);
     claim.evidence.push_back(
-        c10::str(best->name, " less ", other, ": ", show(interval, list.size())));
-    beats = beats && list.size() > 1 && side_of(interval) < 0;
-    loses = loses || (list.size() > 1 && side_of(interval) > 0);
+        c10::str(
+            "mean of ", settings.size(), " settings less ", base, ": ", show(difference), "; ",
+            better, " of them are lower"));
+    if (base != "three-way") continue;  // packed differs in more than V
+    if (difference.values.size() > 1 && difference.interval.low > -margin) {
+      claim.verdict = Verdict::kSupported;
+    }
+    if (difference.is_below()) claim.verdict = Verdict::kContradicted;
+  }
+  claim.evidence.push_back(
+      "Decided by the mean less three-way: contradicted if its interval is below zero, supported "
+      "if it is above " +
+      margin_text(margin));
+  return claim;
+}
+
+Claim fixed_qk_adds_nothing(const Analysis& analysis) {
+  Claim claim{5, "Fixed-QK+V does not beat QK alone", {}, {}};
+  const auto settings = measured_settings(analysis, "fixed-qk-v-");
+  const double margin = margin_of(analysis), alpha = kLevel / static_cast<double>(settings.size());
+  bool any_below = false, all_within = !settings.empty();
+  for (const auto& setting : settings) {
+    const auto difference = between(analysis, setting, "qk-6-random", alpha);
+    claim.evidence.push_back(c10::str(setting, " less qk-6-random: ", show(difference)));
+    any_below = any_below || difference.is_below();
+    all_within = all_within && difference.values.size() > 1 && difference.interval.low > -margin;
+  }
+  if (settings.empty()) claim.evidence.push_back("not measured");
+  claim.evidence.push_back(
+      "Contradicted if one is below zero, supported if all are above " + margin_text(margin) +
+      "; intervals hold for all of them at once");
+  if (all_within) claim.verdict = Verdict::kSupported;
+  if (any_below) claim.verdict = Verdict::kContradicted;
+  return claim;
+}
+
+Claim best_beats_both(const Analysis& analysis) {
+  Claim claim{6, "The best grouping beats both Full-QKV and head-wise", {}, {}};
+  std::vector<std::string> groupings;
+  for (const char* row : {"qk-", "v-", "fixed-qk-v-"}) {
+    const auto names = measured_settings(analysis, row);
+    groupings.insert(groupings.end(), names.begin(), names.end());
+  }
+  // The best of many is not just any: intervals are those for all of them at once.
+  const double alpha = kLevel / static_cast<double>(groupings.size());
+  bool one_beats = false, all_lose = !groupings.empty();
+  std::string best;
+  double lowest = INFINITY;
+  for (const auto& name : groupings) {
+    int beaten = 0;
+    bool loses = false;
+    for (const char* other : kWholeOrSingle) {
+      const auto difference = between(analysis, name, other, alpha);
+      beaten += difference.is_below() ? 1 : 0;
+      loses = loses || difference.is_above();
+    }
+    one_beats = one_beats || beaten == std::ssize(kWholeOrSingle);
+    all_lose = all_lose && loses;
+    const double mean = between(analysis, name, "packed").interval.mean;
+    if (mean < lowest) {
+      lowest = mean;
+      best = name;
+    }
+  }
+  if (best.empty()) {
+    claim.evidence.push_back("not measured");
+    return claim;
+  }
+  for (const char* other : kWholeOrSingle) {
+    claim.evidence.push_back(
+        c10::str(best, " less ", other, ": ", show(between(analysis, best, other, alpha))));
   }
   claim.evidence.push_back(
       c10::str(
-          "Intervals hold for all ", groupings, " groupings at once. ",
-          best->exploratory ? "No grouping has enough seeds; "
-                            : "Of the groupings with enough seeds; ",
-          "supported if it is below all three, contradicted if it is above one"));
-  if (beats) claim.verdict = Verdict::kSupported;
-  if (loses) claim.verdict = Verdict::kContradicted;
+          best, " is the lowest of ", groupings.size(),
+          " by the difference to packed. Supported if some grouping is below all three, "
+          "contradicted if each is above one of "
+          "them; intervals hold for all groupings at once"));
+  if (one_beats) claim.verdict = Verdict::kSupported;
+  if (all_lose) claim.verdict = Verdict::kContradicted;
   return claim;
 }
 
@@ -279,59 +340,58 @@ Claim near_full_rank(const Results& results) {
       {},
       {}};
   constexpr double kNear = 0.95;
-  bool any = false, all_near = true, any_near = false;
+  int measured = 0, near = 0;
   for (const auto& run : results.runs) {
     for (const char* of : {"gradient", "momentum"}) {
-      const auto* whole = find_series(run, of, "three-way");
-      const auto* heads = find_series(run, of, "1");
+      const auto *whole = find_series(run, of, "three-way"), *heads = find_series(run, of, "1");
       if (whole == nullptr || heads == nullptr) continue;
-      const double near = late_mean(whole->rank_ratio), heads_near = late_mean(heads->rank_ratio);
+      const double full = late_mean(whole->rank_ratio), sum = late_mean(heads->rank_ratio);
       claim.evidence.push_back(format(
           "%s, %s: rank by rows above 0.01 σ₁ %.3f whole, %.3f as sum of heads; above machine "
           "precision %.3f and %.3f",
-          run.run.name.c_str(), of, near, heads_near, late_mean(whole->rank_ratio_machine),
+          run.run.name.c_str(), of, full, sum, late_mean(whole->rank_ratio_machine),
           late_mean(heads->rank_ratio_machine)));
-      any = true;
-      const bool is_near = near > kNear && heads_near / near < 1 / kNear;
-      all_near = all_near && is_near;
-      any_near = any_near || is_near;
+      ++measured;
+      near += full > kNear && sum / full < 1 / kNear ? 1 : 0;
     }
   }
   claim.evidence.push_back(
-      any ? "Means over Q and K of all layers in the second half of training. Supported if all are "
-            "above 0.95 at 0.01 σ₁ and the sums "
-            "within 5%, contradicted if none is"
-          : kNoDiagnostics);
-  if (any && all_near) claim.verdict = Verdict::kSupported;
-  if (any && !any_near) claim.verdict = Verdict::kContradicted;
+      measured > 0 ? "Means over Q and K of all layers in the second half of training. Supported "
+                     "if all are above 0.95 at 0.01 σ₁ and the "
+                     "sums within 5%, contradicted if none is"
+                   : kNoDiagnostics);
+  if (measured > 0 && near == measured) claim.verdict = Verdict::kSupported;
+  if (measured > 0 && near == 0) claim.verdict = Verdict::kContradicted;
   return claim;
 }
 
 Claim larger_norms(const Results& results) {
   Claim claim{
       8, "Head-wise updates have a larger Σ‖Oᵢ‖² than full ones, both below the ideal", {}, {}};
-  bool any = false, mostly = true, seldom = true, below = true;
+  int measured = 0, larger = 0, smaller = 0, below = 0;
   for (const auto& run : results.runs) {
     const auto* whole = find_series(run, "momentum", "three-way");
     const auto* heads = find_series(run, "momentum", "1");
     if (whole == nullptr || heads == nullptr) continue;
-    const double full = late_mean(whole->squared_norm_ratio),
-                 split = late_mean(heads->squared_norm_ratio);
+    const double full = late_mean(whole->squared_norm_ratio);
+    const double split = late_mean(heads->squared_norm_ratio);
     claim.evidence.push_back(format(
         "%s: ‖O‖² by its ideal %.3f whole, %.3f head-wise; head-wise larger in %.0f%% of all "
         "matrices and steps",
         run.run.name.c_str(), full, split, 100 * heads->larger_norms));
-    any = true;
-    mostly = mostly && heads->larger_norms > 0.5;
-    seldom = seldom && heads->larger_norms < 0.5;
-    below = below && full < 1 && split < 1;
+    ++measured;
+    larger += heads->larger_norms > 0.5 ? 1 : 0;
+    smaller += heads->larger_norms < 0.5 ? 1 : 0;
+    below += full < 1 && split < 1 ? 1 : 0;
   }
   claim.evidence.push_back(
-      any ? "Supported if it is larger in most cases and both are below 1, contradicted if it is "
-            "larger in few"
-          : kNoDiagnostics);
-  if (any && mostly && below) claim.verdict = Verdict::kSupported;
-  if (any && (seldom || !below)) claim.verdict = Verdict::kContradicted;
+      measured > 0 ? "Supported if it is larger in most cases and both are below 1, contradicted "
+                     "if it is smaller in most or one is not "
+                     "below 1"
+                   : kNoDiagnostics);
+  if (measured == 0) return claim;
+  if (larger == measured && below == measured) claim.verdict = Verdict::kSupported;
+  if (smaller == measured || below == 0) claim.verdict = Verdict::kContradicted;
   return claim;
 }
 
@@ -362,18 +422,13 @@ double crossing_step(const Band& difference) {
 
 std::vector<Claim> check_claims(
     const Folder& folder, const Results& results, const Analysis& analysis) {
-  const Evidence evidence{results, analysis};
   return {
-      early_and_late(folder, results),
-      better_with_size(evidence),
-      random_is_best(evidence),
-      no_gain(
-          evidence, {4, "Grouping V gives no consistent gain", {}, {}},
-          settings_with(analysis, "v-"), {"three-way", "packed"}),
-      no_gain(
-          evidence, {5, "Fixed-QK+V does not beat QK alone", {}, {}},
-          settings_with(analysis, "fixed-qk-v-"), {"qk-6-random"}),
-      best_beats_both(evidence),
+      head_wise_early_full_late(folder, results),
+      better_with_size(analysis),
+      random_is_best(analysis),
+      no_gain_of_v(analysis),
+      fixed_qk_adds_nothing(analysis),
+      best_beats_both(analysis),
       near_full_rank(results),
       larger_norms(results)};
 }

@@ -39,7 +39,7 @@ struct Times {
   double micro_batch = INFINITY, optimizer = INFINITY, validation_batch = INFINITY;
 };
 
-// The fastest of three, since the first one fetches memory and the machine may have other work.
+// The fastest of some, since the first one fetches memory and the machine may have other work.
 Times measure(const train::Config& config) {
   const torch::Device device(config.device);
   gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
@@ -92,35 +92,42 @@ int64_t checkpoint_bytes(const train::Config& config) {
 
 int64_t memory_of(const train::Config& config) {
   constexpr int64_t kLibraries = 300 << 20;
-  const int64_t vocabulary = std::max<int64_t>(config.vocabulary, 1);
   const int64_t micro_batch =
       config.micro_batch > 0 ? config.micro_batch : std::max<int64_t>(1, 4096 / config.context);
   // Of a token: what a block keeps for its backward pass, and its row of the head's output three times over.
-  const int64_t token = config.layers * config.width * 80 + vocabulary * 12;
-  const int64_t weights = block_parameters(config) + vocabulary * config.width;
+  const int64_t token = config.layers * config.width * 80 + config.vocabulary * 12;
+  const int64_t weights = block_parameters(config) + embedding_parameters(config);
   return kLibraries + 28 * weights + micro_batch * config.context * token;
 }
 
-Cost estimate_cost(const Folder& folder, int64_t jobs, int64_t threads) {
+Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs, int64_t threads) {
   at::set_num_threads(static_cast<int>(threads));
   Cost cost;
   std::map<std::string, Times> known;
-  int64_t largest = 0;
+  int64_t largest = 0, largest_checkpoints = 0;
+  double longest = 0;
   for (const auto& run : folder.plan) {
-    const auto config = train::resolved(config_of(folder, run, threads));
+    const auto config = train::resolved(config_of(folder, run, threads, device));
     cost.runs += 1;
     largest = std::max(largest, memory_of(config));
-    if (folder.study.keep_checkpoints) cost.disk += checkpoint_bytes(config);
-    if (status_of(folder, run).state == RunState::kFinished) continue;
+    const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // and the best
+    largest_checkpoints = std::max(largest_checkpoints, checkpoints);
+    if (folder.study.keep_checkpoints) cost.disk += checkpoints;
+    const auto status = status_of(folder, run);
+    if (status.state == RunState::kFinished) continue;
+    const double part = 1 - status.fraction;
     const auto [place, is_new] = known.try_emplace(shape_key(config));
     if (is_new) place->second = measure(config);
     cost.left += 1;
-    const auto tokens = static_cast<double>(config.steps * config.batch * config.context);
+    const double tokens = part * static_cast<double>(config.steps * config.batch * config.context);
     cost.tokens += tokens;
     cost.flops += tokens * gpt::training_flops_per_token(train::model_shape(config));
-    cost.job_seconds += seconds_of_run(config, place->second);
+    const double seconds = part * seconds_of_run(config, place->second);
+    cost.job_seconds += seconds;
+    longest = std::max(longest, seconds);
   }
-  cost.seconds = cost.job_seconds / static_cast<double>(jobs);
+  cost.seconds = std::max(longest, cost.job_seconds / static_cast<double>(jobs));
+  if (!folder.study.keep_checkpoints) cost.disk = jobs * largest_checkpoints;
   cost.memory = largest * jobs;
   return cost;
 }

@@ -3,51 +3,42 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "train/files.h"
+#include "train/recipe.h"
 #include "train/train.h"
 
 namespace study {
 namespace {
 
 namespace fs = std::filesystem;
+using Json = nlohmann::json;
 
-// How the run in a folder is another than the planned one, or "". What the plan leaves open is as the run has it.
-std::string difference(const std::string& run_folder, train::Config planned) {
-  const train::Config found = train::config_of_run(run_folder);
-  planned.out = found.out;
-  planned.threads = found.threads;
-  if (planned.vocabulary == 0) planned.vocabulary = found.vocabulary;
-  if (planned.micro_batch == 0) planned.micro_batch = found.micro_batch;
-  if (planned.kernels == "auto") planned.kernels = found.kernels;
-  if (planned.method == "auto") planned.method = found.method;
-  try {
-    train::compare_for_resume(found, planned);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
+constexpr const char* kResult = "/result.json";
+constexpr const char* kError = "/error.txt";
+
+// Empty if there is none; another process may delete it at any time.
+std::string text_if_any(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text;
 }
 
-void refuse_changes(const Folder& folder) {
-  std::string first;
-  int64_t changed = 0;
+// Values that no run could be made with, before any is begun.
+void check_configs(const Folder& folder) {
   for (const auto& run : folder.plan) {
-    const std::string path = folder_of(folder, run);
-    if (!fs::exists(path + "/config.toml")) continue;
-    const std::string what = difference(path, config_of(folder, run));
-    if (what.empty()) continue;
-    if (changed++ == 0) first = c10::str(run.name, ": ", what);
+    try {
+      train::check(config_of(folder, run));
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_VALUE(false, run.name, ": ", error.what_without_backtrace());
+    }
   }
-  TORCH_CHECK_VALUE(
-      changed == 0, "the study has changed since ", changed, changed == 1 ? " run" : " runs",
-      " in '", folder.path, "' began: ", first,
-      ". Give another --out, or delete what is to be run anew");
 }
 
 }  // namespace
@@ -57,22 +48,64 @@ Folder open_folder(const std::string& path) {
   TORCH_CHECK_VALUE(
       fs::exists(file), "there is no study in '", path, "': it has no study.toml; begin one with ",
       "group-muon study FILE --data DATA --out FOLDER");
-  Folder folder{train::normal_path(path), read_study(file), {}};
-  folder.plan = make_plan(folder.study);
-  return folder;
+  return planned_folder(read_study(file), path);
 }
 
-Folder make_folder(const Study& study, const std::string& path) {
-  Folder folder{train::normal_path(path), study, make_plan(study)};
-  const std::string file = folder.path + "/study.toml", text = to_toml(study);
-  const auto is_same = [&] { return fs::exists(file) && train::read_text(file) == text; };
-  if (is_same()) return folder;
+Folder planned_folder(const Study& study, const std::string& path) {
+  return {train::normal_path(path), study, make_plan(study)};
+}
+
+void refuse_changes(const Folder& folder) {
+  std::string first;
+  int64_t changed = 0;
+  for (const auto& run : folder.plan) {
+    const std::string what = difference_of(folder, run);
+    if (!what.empty() && changed++ == 0) first = c10::str(run.name, ": ", what);
+  }
+  TORCH_CHECK_VALUE(
+      changed == 0, "the study has changed since ", changed, changed == 1 ? " run" : " runs",
+      " in '", folder.path, "' began: ", first,
+      ". Give another --out, or delete what is to be run anew");
+}
+
+void begin(const Folder& folder) {
+  check_configs(folder);
   refuse_changes(folder);
   train::make_folder(folder.path);
   const auto lock = train::wait_for_lock(folder.path, 10);  // another worker may begin, too
   TORCH_CHECK(lock, "another process has locked '", folder.path, "'");
-  if (!is_same()) train::replace_file(file, text);
-  return folder;
+  const std::string file = folder.path + "/study.toml", text = to_toml(folder.study);
+  if (!fs::exists(file) || train::read_text(file) != text) train::replace_file(file, text);
+}
+
+std::vector<std::string> runs_without_plan(const Folder& folder) {
+  std::vector<std::string> names;
+  if (!fs::is_directory(folder.path)) return names;
+  for (const auto& entry : fs::recursive_directory_iterator(folder.path)) {
+    if (entry.path().filename() != "config.toml") continue;
+    const std::string name = entry.path().parent_path().lexically_relative(folder.path).string();
+    const auto is_it = [&](const PlannedRun& run) { return run.name == name; };
+    if (std::none_of(folder.plan.begin(), folder.plan.end(), is_it)) names.push_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+void check_data(const Folder& folder) {
+  if (folder.plan.empty()) return;
+  const uint32_t checksum = train::checksum_of_data(config_of(folder, folder.plan.front()));
+  const std::string file = folder.path + "/data.json";
+  const auto lock = train::wait_for_lock(folder.path, 10);
+  TORCH_CHECK(lock, "another process has locked '", folder.path, "'");
+  if (!fs::exists(file)) {
+    train::replace_file(file, Json{{"checksum", checksum}}.dump() + "\n");
+    return;
+  }
+  const auto known = Json::parse(train::read_text(file), nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_VALUE(
+      known.is_object() && known.value("checksum", uint32_t{0}) == checksum, "the data in '",
+      folder.study.data, "' is not what the study in '", folder.path,
+      "' began with. Give another --out");
 }
 
 std::string folder_of(const Folder& folder, const PlannedRun& run) {
@@ -82,70 +115,83 @@ std::string folder_of(const Folder& folder, const PlannedRun& run) {
 train::Config config_of(
     const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device) {
   auto options = run.options;
-  options.emplace_back("data", folder.study.data);
+  options.emplace_back("data", folder.study.data.empty() ? "data" : folder.study.data);
   options.emplace_back("out", folder_of(folder, run));
   options.emplace_back("threads", std::to_string(threads));
   if (!device.empty()) options.emplace_back("device", device);
   return train::configure(options);
 }
 
+std::string difference_of(const Folder& folder, const PlannedRun& run) {
+  const std::string path = folder_of(folder, run);
+  if (!fs::exists(path + "/config.toml")) return "";
+  try {
+    const auto found = train::config_of_run(path);
+    auto planned = train::filled_in(config_of(folder, run), found);
+    planned.out = found.out;
+    train::compare_for_resume(found, planned);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
 RunStatus status_of(const Folder& folder, const PlannedRun& run) {
   const std::string path = folder_of(folder, run);
   RunStatus status;
   if (!fs::exists(path)) return status;
-  if (const std::string file = path + "/result.json"; fs::exists(file)) {
-    const auto result = nlohmann::json::parse(train::read_text(file), nullptr, false);
-    TORCH_CHECK(
-        result.is_object() && result.contains("validation_loss"), "'", file, "' cannot be read");
-    status.state = RunState::kFinished;
+  if (has_result(path)) {
+    const auto result = Json::parse(text_if_any(path + kResult), nullptr, false);
+    const bool whole = result.is_object() && result.contains("validation_loss") &&
+                       result["validation_loss"].is_number();
+    status.state = whole ? RunState::kFinished : RunState::kFailed;
     status.fraction = 1;
-    status.loss = result["validation_loss"].get<double>();
+    if (whole) status.loss = result["validation_loss"].get<double>();
+    if (!whole) status.error = "result.json cannot be read; delete it, and the run will see to it";
     return status;
   }
-  status.fraction = static_cast<double>(steps_done(path)) /
-                    static_cast<double>(train::configure(run.options).steps);
-  if (is_locked(path)) {
+  status.fraction = fraction_done(folder, run);
+  if (train::is_locked(path)) {
     status.state = RunState::kRunning;
-  } else if (fs::exists(path + "/error.txt")) {
+  } else if (status.error = text_if_any(path + kError); !status.error.empty()) {
     status.state = RunState::kFailed;
-    status.error = train::read_text(path + "/error.txt");
-    while (!status.error.empty() && status.error.back() == '\n') status.error.pop_back();
   }
   return status;
 }
 
-bool is_locked(const std::string& run_folder) {
-  try {
-    const train::FolderLock lock(run_folder);
-    return false;
-  } catch (const train::FolderBusy&) {
-    return true;
-  }
-}
-
-int64_t steps_done(const std::string& run_folder) {
+double fraction_done(const Folder& folder, const PlannedRun& run) {
   constexpr std::streamoff kTail = 8192;  // several lines
-  std::ifstream file(run_folder + "/metrics.jsonl", std::ios::binary | std::ios::ate);
+  std::ifstream file(folder_of(folder, run) + "/metrics.jsonl", std::ios::binary | std::ios::ate);
   if (!file) return 0;
   const std::streamoff size = file.tellg();
   file.seekg(std::max<std::streamoff>(0, size - kTail));
   std::string line;
-  int64_t steps = 0;
+  double steps = 0;
   while (std::getline(file, line)) {
-    const auto json = nlohmann::json::parse(line, nullptr, false);  // the first and last may be cut
-    if (json.is_object() && json.contains("step")) steps = json["step"].get<int64_t>();
+    const auto json = Json::parse(line, nullptr, false);  // the first and last may be cut
+    if (json.is_object() && json.contains("step") && json["step"].is_number()) steps = json["step"];
   }
-  return steps;
+  return steps / static_cast<double>(train::configure(run.options).steps);
 }
 
+bool has_result(const std::string& run_folder) { return fs::exists(run_folder + kResult); }
+
 void record_result(const std::string& run_folder, double validation_loss) {
-  const nlohmann::json result = {{"validation_loss", validation_loss}};
-  train::replace_file(run_folder + "/result.json", result.dump() + "\n");
-  fs::remove(run_folder + "/error.txt");
+  const Json result = {{"validation_loss", validation_loss}};
+  train::replace_file(run_folder + kResult, result.dump() + "\n");
+  forget_error(run_folder);
 }
 
 void record_error(const std::string& run_folder, const std::string& error) {
-  train::replace_file(run_folder + "/error.txt", error + "\n");
+  try {
+    train::replace_file(run_folder + kError, error + "\n");
+  } catch (const std::exception& why) {
+    std::fprintf(stderr, "%s\n(%s)\n", error.c_str(), why.what());
+  }
 }
+
+bool has_error(const std::string& run_folder) { return fs::exists(run_folder + kError); }
+
+void forget_error(const std::string& run_folder) { fs::remove(run_folder + kError); }
 
 }  // namespace study

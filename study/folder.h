@@ -1,6 +1,6 @@
 #pragma once
-// A study on disk: FOLDER/study.toml, and for every run a folder with what became of it: the trainer's files, log.txt,
-// and result.json when it is finished or error.txt when it failed.
+// A study on disk: FOLDER/study.toml, data.json (a checksum of its data), and for every run a folder with what became of
+// it: the trainer's files, log.txt, and result.json when it is finished or error.txt when it failed.
 
 #include <string>
 #include <vector>
@@ -18,9 +18,21 @@ struct Folder {
 /// The study in a folder.
 Folder open_folder(const std::string& path);
 
-/// The study of a file in a folder, which may hold a part of it already. Refuses, by name, runs there that the file now
-/// says otherwise; what the file adds is added.
-Folder make_folder(const Study& study, const std::string& path);
+/// A study that is to be in a folder; nothing is looked at or written.
+Folder planned_folder(const Study& study, const std::string& path);
+
+/// Writes the study down in its folder, which may hold a part of it already. Refuses, by name, configurations that make
+/// no sense and runs there that the study now says otherwise; what it adds is added.
+void begin(const Folder& folder);
+
+/// Runs in the folder that the study has no more.
+std::vector<std::string> runs_without_plan(const Folder& folder);
+
+/// Refuses runs that the study now says otherwise.
+void refuse_changes(const Folder& folder);
+
+/// Refuses data that is not what the study began with; notes what it is if it has not begun.
+void check_data(const Folder& folder);
 
 std::string folder_of(const Folder& folder, const PlannedRun& run);
 
@@ -28,6 +40,9 @@ std::string folder_of(const Folder& folder, const PlannedRun& run);
 train::Config config_of(
     const Folder& folder, const PlannedRun& run, int64_t threads = 0,
     const std::string& device = "");
+
+/// How a run that was begun is another than the study says, or "".
+std::string difference_of(const Folder& folder, const PlannedRun& run);
 
 enum class RunState { kWaiting, kRunning, kFinished, kFailed };
 
@@ -40,13 +55,14 @@ struct RunStatus {
 };
 RunStatus status_of(const Folder& folder, const PlannedRun& run);
 
-/// Whether another process is at work in a run's folder.
-bool is_locked(const std::string& run_folder);
+/// The part of a run's steps that its record knows of, which can be behind by what is not written yet.
+double fraction_done(const Folder& folder, const PlannedRun& run);
 
-/// Steps that a run's record knows of, which can be behind by what is not written yet.
-int64_t steps_done(const std::string& run_folder);
-
+bool has_result(const std::string& run_folder);
 void record_result(const std::string& run_folder, double validation_loss);
+/// On a full disk, too, it only says so: it should not hide the error itself.
 void record_error(const std::string& run_folder, const std::string& error);
+bool has_error(const std::string& run_folder);
+void forget_error(const std::string& run_folder);
 
 }  // namespace study

@@ -60,21 +60,48 @@ std::vector<std::string> settings_of(const toml::node& node) {
   return names;
 }
 
+std::string absolute(const fs::path& folder, const std::string& path) {
+  return path.empty() ? path : fs::absolute(folder / path).lexically_normal().string();
+}
+
+// Why a key of `group-muon train` has no place in a study file, or nullptr.
+const char* why_not(std::string_view key) {
+  for (const char* own : {"out", "data", "seed", "threads"}) {
+    if (key == own) return "is given to the command, or differs from run to run";
+  }
+  for (const char* own : {"qkv", "qk-group", "k-group", "v-group"}) {
+    if (key == own) return "is what settings are made of";
+  }
+  return nullptr;
+}
+
 // Options of `group-muon train`, checked one by one.
-train::Settings options_of(const toml::table& table) {
+train::Settings options_of(const toml::table& table, const fs::path& folder) {
   train::Settings options;
   for (const auto& [word, value] : table) {
     const auto& key = train::find_key(word.str());
-    for (const char* own : {"out", "data", "seed", "threads"}) {
-      TORCH_CHECK_VALUE(
-          std::string_view(key.name) != own, "'", own,
-          "' is not for a study file: it is given to the command, or "
-          "differs from run to run");
-    }
-    options.emplace_back(key.name, train::text_of(value, key.name));
+    const char* why = why_not(key.name);
+    TORCH_CHECK_VALUE(why == nullptr, "'", key.name, "' is not for a study file: it ", why);
+    std::string text = train::text_of(value, key.name);
+    if (std::string_view(key.name) == "init") text = absolute(folder, text);
+    options.emplace_back(key.name, text);
     train::configure({options.back()});
   }
   return options;
+}
+
+// A configuration file of `group-muon train`, but for what the study decides.
+train::Settings base_of(const fs::path& path) {
+  train::Settings options;
+  for (const auto& option : train::read_settings(path.string())) {
+    if (why_not(option.first) == nullptr) options.push_back(option);
+  }
+  return options;
+}
+
+bool is_plain_name(const std::string& name) {
+  const auto plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_'; };
+  return !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), plain);
 }
 
 const toml::table& table_of(const toml::node& node, const std::string& name) {
@@ -83,22 +110,65 @@ const toml::table& table_of(const toml::node& node, const std::string& name) {
   return *table;
 }
 
-Variant variant_of(const toml::table& table) {
+Variant variant_of(const toml::table& table, const fs::path& folder) {
   check_words(table, {"name", "settings", "seeds", "options"});
   Variant variant;
   TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
   variant.name = name_of(*table.get("name"), "a variant's name");
   TORCH_CHECK_VALUE(
-      !variant.name.empty() && variant.name != kNoiseVariant &&
-          variant.name.find_first_of("/\\ .") == std::string::npos,
-      "a variant's name is a folder's: '", variant.name, "' cannot be one");
+      is_plain_name(variant.name) && variant.name != kNoiseVariant && variant.name != "report",
+      "a variant's name is a folder's, of letters, digits and -: '", variant.name,
+      "' cannot be one");
   TORCH_CHECK_VALUE(
       table.contains("settings") && table.contains("options"), "variant '", variant.name,
       "' needs settings and options");
   variant.settings = settings_of(*table.get("settings"));
-  variant.options = options_of(table_of(*table.get("options"), "options"));
+  variant.options = options_of(table_of(*table.get("options"), "options"), folder);
   if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
   return variant;
+}
+
+bool has_setting(const Study& study, const std::string& name) {
+  return std::find(study.settings.begin(), study.settings.end(), name) != study.settings.end();
+}
+
+int64_t seeds_of_setting(const Study& study, const std::string& setting) {
+  const auto more = study.more_seeds.find(setting);
+  return more == study.more_seeds.end() ? study.seeds : std::max(study.seeds, more->second);
+}
+
+void read_more_seeds(const toml::table& table, Study& study) {
+  for (const auto& [name, value] : table) {
+    const std::string setting = find_setting(std::string(name.str())).name;
+    TORCH_CHECK_VALUE(
+        has_setting(study, setting), "more-seeds: '", setting, "' is not among the settings");
+    study.more_seeds[setting] = seeds_of(value, setting);
+  }
+}
+
+void read_variants(const toml::node& node, const fs::path& folder, Study& study) {
+  const auto* list = node.as_array();
+  TORCH_CHECK_VALUE(list != nullptr, "variants should be tables [[variants]]");
+  for (const auto& item : *list) {
+    auto variant = variant_of(table_of(item, "a variant"), folder);
+    for (const auto& other : study.variants) {
+      TORCH_CHECK_VALUE(other.name != variant.name, "there are two variants '", variant.name, "'");
+    }
+    study.variants.push_back(std::move(variant));
+  }
+}
+
+void read_noise(const toml::table& table, Study& study) {
+  check_words(table, {"setting", "seeds"});
+  TORCH_CHECK_VALUE(
+      table.contains("setting") && table.contains("seeds"), "noise needs a setting and seeds");
+  study.noise_setting = find_setting(name_of(*table.get("setting"), "setting")).name;
+  study.noise_seeds = seeds_of(*table.get("seeds"), "seeds");
+  TORCH_CHECK_VALUE(
+      has_setting(study, study.noise_setting) &&
+          study.noise_seeds <= seeds_of_setting(study, study.noise_setting),
+      "noise is measured against the same seeds of '", study.noise_setting,
+      "', which the study does not have");
 }
 
 Study study_of(const toml::table& file, const fs::path& folder) {
@@ -106,51 +176,26 @@ Study study_of(const toml::table& file, const fs::path& folder) {
       file, {"data", "keep-checkpoints", "base", "settings", "seeds", "options", "more-seeds",
              "variants", "noise"});
   Study study;
-  if (file.contains("data")) {
-    study.data = fs::absolute(folder / name_of(*file.get("data"), "data")).lexically_normal();
-  }
-  if (file.contains("keep-checkpoints")) {
-    const auto* keep = file.get("keep-checkpoints")->as_boolean();
+  if (const auto* data = file.get("data")) study.data = absolute(folder, name_of(*data, "data"));
+  if (const auto* node = file.get("keep-checkpoints")) {
+    const auto* keep = node->as_boolean();
     TORCH_CHECK_VALUE(keep != nullptr, "keep-checkpoints should be true or false");
     study.keep_checkpoints = keep->get();
   }
-  if (file.contains("base")) {
-    study.options = train::read_settings((folder / name_of(*file.get("base"), "base")).string());
-  }
-  if (file.contains("options")) {
-    const auto own = options_of(table_of(*file.get("options"), "options"));
+  if (const auto* base = file.get("base")) study.options = base_of(folder / name_of(*base, "base"));
+  if (const auto* options = file.get("options")) {
+    const auto own = options_of(table_of(*options, "options"), folder);
     study.options.insert(study.options.end(), own.begin(), own.end());
   }
   TORCH_CHECK_VALUE(
       file.contains("settings"), "which settings? Give settings = \"table1\" or a list");
   study.settings = settings_of(*file.get("settings"));
-  if (file.contains("seeds")) study.seeds = seeds_of(*file.get("seeds"), "seeds");
-  if (file.contains("more-seeds")) {
-    for (const auto& [name, value] : table_of(*file.get("more-seeds"), "more-seeds")) {
-      const std::string setting = find_setting(std::string(name.str())).name;
-      study.more_seeds[setting] = seeds_of(value, setting);
-    }
+  if (const auto* seeds = file.get("seeds")) study.seeds = seeds_of(*seeds, "seeds");
+  if (const auto* more = file.get("more-seeds")) {
+    read_more_seeds(table_of(*more, "more-seeds"), study);
   }
-  if (file.contains("variants")) {
-    const auto* list = file.get("variants")->as_array();
-    TORCH_CHECK_VALUE(list != nullptr, "variants should be tables [[variants]]");
-    for (const auto& item : *list) {
-      auto variant = variant_of(table_of(item, "a variant"));
-      for (const auto& other : study.variants) {
-        TORCH_CHECK_VALUE(
-            other.name != variant.name, "there are two variants '", variant.name, "'");
-      }
-      study.variants.push_back(std::move(variant));
-    }
-  }
-  if (file.contains("noise")) {
-    const auto& noise = table_of(*file.get("noise"), "noise");
-    check_words(noise, {"setting", "seeds"});
-    TORCH_CHECK_VALUE(
-        noise.contains("setting") && noise.contains("seeds"), "noise needs a setting and seeds");
-    study.noise_setting = find_setting(name_of(*noise.get("setting"), "setting")).name;
-    study.noise_seeds = seeds_of(*noise.get("seeds"), "seeds");
-  }
+  if (const auto* variants = file.get("variants")) read_variants(*variants, folder, study);
+  if (const auto* noise = file.get("noise")) read_noise(table_of(*noise, "noise"), study);
   return study;
 }
 
@@ -214,16 +259,13 @@ std::vector<PlannedRun> make_plan(const Study& study) {
     run.options.emplace_back("seed", std::to_string(seed));
     plan.push_back(std::move(run));
   };
-  const auto seeds_of_setting = [&](const std::string& setting) {
-    const auto more = study.more_seeds.find(setting);
-    return more == study.more_seeds.end() ? study.seeds : std::max(study.seeds, more->second);
-  };
   int64_t most = study.noise_seeds;
-  for (const auto& setting : study.settings) most = std::max(most, seeds_of_setting(setting));
+  for (const auto& setting : study.settings)
+    most = std::max(most, seeds_of_setting(study, setting));
   for (const auto& variant : study.variants) most = std::max(most, variant.seeds);
   for (int64_t seed = 0; seed < most; ++seed) {
     for (const auto& setting : study.settings) {
-      if (seed < seeds_of_setting(setting)) add(setting, "", seed, {});
+      if (seed < seeds_of_setting(study, setting)) add(setting, "", seed, {});
     }
     if (seed < study.noise_seeds) {
       add(study.noise_setting, kNoiseVariant, seed, {{"perturb", std::to_string(seed + 1)}});

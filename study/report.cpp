@@ -1,7 +1,6 @@
 #include "study/report.h"
 
-#include <c10/util/Exception.h>
-
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -16,6 +15,7 @@
 namespace study {
 namespace {
 
+namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;  // NaN becomes null
 
 Json to_json(const Band& band) {
@@ -25,17 +25,6 @@ Json to_json(const Band& band) {
       {"mean", band.mean},
       {"low", band.low},
       {"high", band.high}};
-}
-
-std::string to_string(Mark mark) {
-  switch (mark) {
-    case Mark::kBetter:
-      return "better";
-    case Mark::kWorse:
-      return "worse";
-    default:
-      return "undecided";
-  }
 }
 
 Json to_json(const Comparison& comparison) {
@@ -49,6 +38,7 @@ Json to_json(const Comparison& comparison) {
       {"simultaneous_high", difference.simultaneous_high},
       {"p", difference.p},
       {"holm", comparison.holm},
+      {"exploratory", comparison.exploratory},
       {"mark", to_string(comparison.mark)}};
 }
 
@@ -177,52 +167,67 @@ Json runs_of(const Results& results, const std::map<std::string, std::string>& c
   return list;
 }
 
-Json to_json(
-    const Folder& folder, const Results& results, const Analysis& analysis,
-    const std::vector<Claim>& claims) {
-  std::map<std::string, int64_t> counts;
-  Json diagnostics = Json::array();
-  for (const auto& result : results.runs) {
-    counts[state_of(result)] += 1;
-    if (result.diagnostics.empty()) continue;
-    Json series = Json::array();
-    for (const auto& item : result.diagnostics) series.push_back(to_json(item));
-    diagnostics.push_back({{"run", result.run.name}, {"series", series}});
-  }
-  Json variants = Json::array();
+Json variants_of(const Analysis& analysis) {
+  Json list = Json::array();
   for (const auto& variant : analysis.variants) {
     Json json = {{"name", variant.name}, {"options", Json::object()}};
     for (const auto& [key, value] : variant.options) json["options"][key] = value;
     json.update(to_json(variant));
-    variants.push_back(json);
+    list.push_back(json);
   }
-  Json claim_list = Json::array();
+  return list;
+}
+
+Json to_json(const std::vector<Claim>& claims) {
+  Json list = Json::array();
   for (const auto& claim : claims) {
-    claim_list.push_back(
+    list.push_back(
         {{"number", claim.number},
          {"claim", claim.text},
          {"verdict", to_string(claim.verdict)},
          {"evidence", claim.evidence}});
   }
+  return list;
+}
+
+Json diagnostics_of(const Results& results) {
+  Json list = Json::array();
+  for (const auto& result : results.runs) {
+    if (result.diagnostics.empty()) continue;
+    Json series = Json::array();
+    for (const auto& item : result.diagnostics) series.push_back(to_json(item));
+    list.push_back({{"run", result.run.name}, {"series", series}});
+  }
+  return list;
+}
+
+Json counts_of(const Results& results) {
+  Json counts = {{"planned", results.runs.size()}};
+  for (const char* state : {"finished", "running", "failed", "unreadable", "waiting"}) {
+    counts[state] = std::count_if(
+        results.runs.begin(), results.runs.end(),
+        [&](const auto& result) { return state_of(result) == state; });
+  }
+  return counts;
+}
+
+Json to_json(
+    const Folder& folder, const Results& results, const Analysis& analysis,
+    const std::vector<Claim>& claims) {
   const auto config = train::configure(folder.study.options);
   const auto common = common_config(results);
   Json json = {
       {"version", GROUP_MUON_VERSION},
-      {"name", std::filesystem::path(folder.path).filename().string()},
-      {"counts",
-       {{"planned", results.runs.size()},
-        {"finished", counts["finished"]},
-        {"running", counts["running"]},
-        {"failed", counts["failed"] + counts["unreadable"]},
-        {"waiting", counts["waiting"]}}},
+      {"name", fs::canonical(folder.path).filename().string()},
+      {"counts", counts_of(results)},
       {"steps", config.steps},
       {"tokens_per_step", config.batch * config.context},
       {"common_config", common},
       {"cells", cells_of(analysis)},
       {"noise", analysis.noise ? to_json(*analysis.noise) : Json()},
-      {"variants", variants},
-      {"claims", claim_list},
-      {"diagnostics", diagnostics},
+      {"variants", variants_of(analysis)},
+      {"claims", to_json(claims)},
+      {"diagnostics", diagnostics_of(results)},
       {"runs", runs_of(results, common)},
       {"problems", results.problems}};
   json.update(to_json(analysis.main));
@@ -243,11 +248,12 @@ std::string page_of(const Json& data) {
   std::string json = data.dump(-1, ' ', false, Json::error_handler_t::replace);
   replace_all(json, "</", "<\\/");  // nothing in it ends the script
   replace_all(json, "<!--", "<\\u0021--");
-  std::string page = kReportPage;
-  replace_all(page, "@TITLE@", title);
-  const std::string place = "@DATA@";
-  page.replace(page.find(place), place.size(), json);
-  return page;
+  // Piece by piece, since the title may be anything.
+  const std::string page = kReportPage, place = "@DATA@";
+  const size_t at = page.find(place);
+  std::string before = page.substr(0, at), after = page.substr(at + place.size());
+  for (auto* part : {&before, &after}) replace_all(*part, "@TITLE@", title);
+  return before + json + after;
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #pragma once
 // A study's report: one HTML page that needs nothing else, tables, and the data of the figures.
 
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 

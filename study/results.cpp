@@ -5,7 +5,9 @@
 
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <functional>
+#include <set>
 #include <sstream>
 #include <tuple>
 
@@ -57,6 +59,9 @@ void read_metrics(const std::string& folder, const train::Config& config, RunRes
   TORCH_CHECK_VALUE(
       steps == config.steps && result.curve.count(steps) == 1, "metrics.jsonl ends at step ", steps,
       " of ", config.steps);
+  TORCH_CHECK_VALUE(
+      result.curve[steps] == result.loss, "result.json says ", result.loss, ", metrics.jsonl ",
+      result.curve[steps]);
   result.tokens_per_second =
       static_cast<double>(config.steps * config.batch * config.context) / result.seconds;
   result.optimizer_share = optimizer / result.seconds;
@@ -67,59 +72,96 @@ struct Sums {
   double count = 0, rank = 0, machine_rank = 0, norm = 0, gain = 0, first_order = 0, cost = 0;
 };
 
+using SeriesKey = std::pair<std::string, std::string>;  // of, grouping
+
+DiagnosticSeries means_of(
+    const SeriesKey& key, const std::map<int64_t, Sums>& by_step, double larger) {
+  DiagnosticSeries series{key.first, key.second, {}, {}, {}, {}, {}, {}, {}, 0};
+  double count = 0;
+  for (const auto& [step, sum] : by_step) {
+    series.steps.push_back(step);
+    series.rank_ratio.push_back(sum.rank / sum.count);
+    series.rank_ratio_machine.push_back(sum.machine_rank / sum.count);
+    series.squared_norm_ratio.push_back(sum.norm / sum.count);
+    series.gain.push_back(sum.gain / sum.count);
+    series.first_order_gain.push_back(sum.first_order / sum.count);
+    series.norm_cost.push_back(sum.cost / sum.count);
+    count += sum.count;
+  }
+  series.larger_norms = larger / count;
+  return series;
+}
+
+// Adds a line to its sums; `whole` is of the same matrix in one block.
+void add(const Json& line, const Json& whole, Sums& sum) {
+  const double rows = line.at("rows"), columns = line.at("cols");
+  const auto more = [&](const char* name) {  // than the whole has, as part of that
+    const double base = whole.at(name);
+    return base != 0 ? (line.at(name).get<double>() - base) / base : 0;
+  };
+  sum.count += 1;
+  sum.rank += line.at("ranks").at(1).get<double>() / rows;
+  sum.machine_rank += line.at("ranks").at(3).get<double>() / rows;
+  sum.norm += line.at("squared_norm").get<double>() / std::min(rows, columns);
+  sum.gain += more("nuclear_norm");
+  sum.first_order += more("first_order");
+  sum.cost += more("squared_norm");
+}
+
 std::vector<DiagnosticSeries> read_diagnostics(const std::string& path) {
   using Matrix = std::tuple<int64_t, std::string, std::string, std::string>;
   std::vector<Json> lines;
   std::map<Matrix, Json> whole;
+  const auto matrix_of = [](const Json& line) {
+    return Matrix{line["step"], line.at("weight"), line.at("part"), line.at("of")};
+  };
   for_lines(path, [&](const Json& line) {
     const auto part = line.at("part").get<std::string>();
     if ((part != "q" && part != "k") || line.at("grouping") == "packed") return;
-    if (line.at("grouping") == "three-way") {
-      whole[{line["step"], line.at("weight"), part, line.at("of")}] = line;
-    }
+    if (line.at("grouping") == "three-way") whole[matrix_of(line)] = line;
     lines.push_back(line);
   });
-  std::vector<std::pair<std::string, std::string>> order;
-  std::map<std::pair<std::string, std::string>, std::map<int64_t, Sums>> sums;
-  std::map<std::pair<std::string, std::string>, double> larger;
+  std::vector<SeriesKey> order;
+  std::map<SeriesKey, std::map<int64_t, Sums>> sums;
+  std::map<SeriesKey, double> larger;
   for (const auto& line : lines) {
-    const std::pair<std::string, std::string> key = {line["of"], line["grouping"]};
-    const auto own = whole.find({line["step"], line["weight"], line["part"], line["of"]});
+    const SeriesKey key = {line["of"], line["grouping"]};
+    const auto own = whole.find(matrix_of(line));
     TORCH_CHECK_VALUE(own != whole.end(), "diagnostics.jsonl lacks the whole matrices");
     if (sums.count(key) == 0) order.push_back(key);
-    const double rows = line.at("rows"), columns = line.at("cols");
-    const auto more = [&](const char* name) {  // than the whole has, as part of that
-      const double base = own->second.at(name);
-      return base != 0 ? (line.at(name).get<double>() - base) / base : 0;
-    };
-    Sums& sum = sums[key][line["step"]];
-    sum.count += 1;
-    sum.rank += line.at("ranks").at(1).get<double>() / rows;
-    sum.machine_rank += line.at("ranks").at(3).get<double>() / rows;
-    sum.norm += line.at("squared_norm").get<double>() / std::min(rows, columns);
-    sum.gain += more("nuclear_norm");
-    sum.first_order += more("first_order");
-    sum.cost += more("squared_norm");
+    add(line, own->second, sums[key][line["step"]]);
     larger[key] += line.at("squared_norm") > own->second.at("squared_norm") ? 1 : 0;
   }
   std::vector<DiagnosticSeries> all;
-  for (const auto& key : order) {
-    DiagnosticSeries series{key.first, key.second, {}, {}, {}, {}, {}, {}, {}, 0};
-    double count = 0;
-    for (const auto& [step, sum] : sums[key]) {
-      series.steps.push_back(step);
-      series.rank_ratio.push_back(sum.rank / sum.count);
-      series.rank_ratio_machine.push_back(sum.machine_rank / sum.count);
-      series.squared_norm_ratio.push_back(sum.norm / sum.count);
-      series.gain.push_back(sum.gain / sum.count);
-      series.first_order_gain.push_back(sum.first_order / sum.count);
-      series.norm_cost.push_back(sum.cost / sum.count);
-      count += sum.count;
-    }
-    series.larger_norms = larger[key] / count;
-    all.push_back(std::move(series));
-  }
+  for (const auto& key : order) all.push_back(means_of(key, sums[key], larger[key]));
   return all;
+}
+
+// A run's loss stands without them.
+void add_diagnostics(
+    const std::string& path, RunResult& result, std::vector<std::string>& problems) {
+  if (!fs::exists(path)) return;
+  try {
+    result.diagnostics = read_diagnostics(path);
+  } catch (const c10::Error& error) {
+    problems.push_back(result.run.name + ": " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    problems.push_back(result.run.name + ": diagnostics.jsonl: " + error.what());
+  }
+}
+
+// Runs of one study should be alike in what depends on the machine, too.
+void note_mixtures(Results& results) {
+  for (const char* key : {"method", "kernels", "threads", "device"}) {
+    std::set<std::string> values;
+    for (const auto& result : results.runs) {
+      if (result.counts()) values.insert(result.config.at(key));
+    }
+    if (values.size() < 2) continue;
+    std::string list;
+    for (const auto& value : values) list += (list.empty() ? "" : ", ") + value;
+    results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
+  }
 }
 
 void read_run(const std::string& folder, RunResult& result) {
@@ -128,16 +170,13 @@ void read_run(const std::string& folder, RunResult& result) {
   // Where things were on that machine says nothing elsewhere.
   result.config.erase("out");
   result.config["data"] = fs::path(config.data).filename().string();
-  std::istringstream machines(train::read_text(folder + "/machine.jsonl"));
+  std::ifstream machines(folder + "/machine.jsonl");
   std::string first;
   std::getline(machines, first);
   result.machine = Json::parse(first, nullptr, /*allow_exceptions=*/false);
   if (result.machine.is_discarded()) result.machine = nullptr;  // its results stand without
   if (result.state != RunState::kFinished) return;
   read_metrics(folder, config, result);
-  if (fs::exists(folder + "/diagnostics.jsonl")) {
-    result.diagnostics = read_diagnostics(folder + "/diagnostics.jsonl");
-  }
 }
 
 }  // namespace
@@ -157,15 +196,23 @@ Results read_results(const Folder& folder) {
       const auto status = status_of(folder, run);
       result.state = status.state;
       result.error = status.error;
+      const bool damaged = status.state == RunState::kFailed && has_result(path);
+      TORCH_CHECK_VALUE(!damaged, status.error);
       if (status.state == RunState::kFinished) result.loss = status.loss;
-      if (fs::exists(path + "/config.toml")) read_run(path, result);
+      if (fs::exists(path + "/config.toml")) {
+        const std::string difference = difference_of(folder, run);
+        TORCH_CHECK_VALUE(difference.empty(), "is another run than the study says: ", difference);
+        read_run(path, result);
+      }
     } catch (const c10::Error& error) {
       complain(error.what_without_backtrace());
     } catch (const std::exception& error) {
       complain(error.what());
     }
+    if (result.counts()) add_diagnostics(path + "/diagnostics.jsonl", result, results.problems);
     results.runs.push_back(std::move(result));
   }
+  note_mixtures(results);
   return results;
 }
 

@@ -39,7 +39,16 @@ train::Settings settings_of(const train::Config& config) {
   return settings;
 }
 
-// A process with a run, its output in the run's log.txt.
+// Says why in the log; only calls that a signal handler could make.
+[[noreturn]] void give_up(const char* what) {
+  const char* why = std::strerror(errno);
+  for (const char* text : {"group-muon: ", what, ": ", why, "\n"}) {
+    if (write(STDERR_FILENO, text, std::strlen(text)) < 0) break;
+  }
+  _exit(127);
+}
+
+// This program once more, with a run; its output goes to the run's log.txt.
 pid_t start_process(
     const std::string& log, std::vector<std::string> words, const std::string& gpus) {
   std::vector<std::string> variables;
@@ -56,7 +65,14 @@ pid_t start_process(
     return list;
   };
   const auto arguments = pointers(words), environment = pointers(variables);
+  // A signal that comes before the run is ready for it waits until it is; it would kill the process otherwise.
+  sigset_t stops, before;
+  sigemptyset(&stops);
+  sigaddset(&stops, SIGTERM);
+  sigaddset(&stops, SIGINT);
+  sigprocmask(SIG_BLOCK, &stops, &before);
   const pid_t parent = getpid(), child = fork();
+  if (child != 0) sigprocmask(SIG_SETMASK, &before, nullptr);
   TORCH_CHECK(child >= 0, "cannot start a process: ", std::strerror(errno));
   if (child > 0) return child;
   // From here to exec only calls that a signal handler could make: other threads of the parent may have held locks.
@@ -65,18 +81,16 @@ pid_t start_process(
   if (getppid() != parent) _exit(kRunFailed);
   const int output = open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   const int input = open("/dev/null", O_RDONLY | O_CLOEXEC);
-  if (output < 0 || input < 0) _exit(kRunFailed);
+  if (output < 0 || input < 0) give_up("log.txt cannot be written");
   dup2(input, STDIN_FILENO);
   dup2(output, STDOUT_FILENO);
   dup2(output, STDERR_FILENO);
-  execve(arguments[0], arguments.data(), environment.data());
-  _exit(127);
+  execve("/proc/self/exe", arguments.data(), environment.data());  // even if its file was replaced
+  give_up("cannot start the program");
 }
 
 // Why a process ended, in words; its own are in error.txt.
-std::string reason(const std::string& run_folder, int status) {
-  const std::string file = run_folder + "/error.txt";
-  if (fs::exists(file)) return train::read_text(file);
+std::string reason(int status) {
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
     return c10::str(
@@ -89,9 +103,7 @@ std::string reason(const std::string& run_folder, int status) {
 // All runs of a study, and the processes at work on them.
 class Runner {
  public:
-  Runner(
-      const Folder& folder, const Workers& workers, bool retry, const std::string& program,
-      const StudyListener& listener);
+  Runner(const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener);
   StudyProgress run();
 
  private:
@@ -100,7 +112,9 @@ class Runner {
     std::string path;
     double work;  // tokens
     RunStatus status;
-    pid_t process = 0;  // ours, if it is running here
+    bool retry = false;   // once, if it has failed
+    bool killed = false;  // once already, by no word of ours
+    pid_t process = 0;    // ours, if it is running here
     size_t slot = 0;
     Clock::time_point start = {};
   };
@@ -108,13 +122,14 @@ class Runner {
   void reap(Item& item);
   void look(Item& item);
   void fail(Item& item, const std::string& error);
+  void tell_to_stop();
+  bool care_for(Item& item, bool look_around, bool stopping);
   double work_done() const;
   StudyProgress progress() const;
   bool is_stopping() const { return listener_.stop_signal && listener_.stop_signal() != 0; }
 
   const Folder& folder_;
   const Workers& workers_;
-  const std::string& program_;
   const StudyListener& listener_;
   std::vector<Item> items_;
   std::vector<std::string> gpus_;  // of each slot; empty: none of them
@@ -124,17 +139,16 @@ class Runner {
 };
 
 Runner::Runner(
-    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
-    const StudyListener& listener)
+    const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener)
     : folder_(folder),
       workers_(workers),
-      program_(program),
       listener_(listener),
       taken_(static_cast<size_t>(workers.jobs), false) {
   for (const auto& run : folder.plan) {
     const auto config = train::configure(run.options);
     Item item{&run, folder_of(folder, run), 0, status_of(folder, run)};
     item.work = static_cast<double>(config.steps * config.batch * config.context);
+    item.retry = retry;
     if (item.status.state == RunState::kFailed && retry) item.status.state = RunState::kWaiting;
     items_.push_back(std::move(item));
   }
@@ -149,9 +163,8 @@ Runner::Runner(
 
 void Runner::start(Item& item, size_t slot) {
   train::make_folder(item.path);
-  fs::remove(item.path + "/error.txt");
   std::vector<std::string> words = {
-      program_,
+      "group-muon",
       "study",
       "run",
       folder_.path,
@@ -159,6 +172,8 @@ void Runner::start(Item& item, size_t slot) {
       "--threads",
       std::to_string(workers_.threads)};
   if (!workers_.device.empty()) words.insert(words.end(), {"--device", workers_.device});
+  if (!item.retry) words.emplace_back("--unless-failed");
+  item.retry = false;
   item.process =
       start_process(item.path + "/log.txt", std::move(words), gpus_.empty() ? "" : gpus_[slot]);
   item.status.state = RunState::kRunning;
@@ -169,8 +184,10 @@ void Runner::start(Item& item, size_t slot) {
 }
 
 void Runner::fail(Item& item, const std::string& error) {
-  record_error(item.path, error.substr(0, error.find_last_not_of('\n') + 1));
+  if (status_of(folder_, *item.run).error.empty()) record_error(item.path, error);  // else its own
   item.status = status_of(folder_, *item.run);
+  item.status.state = RunState::kFailed;
+  if (item.status.error.empty()) item.status.error = error;  // the disk may be full
   if (listener_.failed) listener_.failed(*item.run, item.status.error);
 }
 
@@ -180,27 +197,31 @@ void Runner::reap(Item& item) {
   if (item.process == 0 || waitpid(item.process, &status, WNOHANG) == 0) return;
   item.process = 0;
   taken_[item.slot] = false;
+  const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  if (code == 0) {
-    item.status = status_of(folder_, *item.run);
+  item.status = status_of(folder_, *item.run);
+  if (item.status.state == RunState::kFinished) {
     if (listener_.finished) {
       listener_.finished(*item.run, item.status.loss, seconds_since(item.start));
     }
   } else if (code == kRunElsewhere) {
     item.status.state = RunState::kRunning;
-  } else if (code == 128 + SIGTERM || code == 128 + SIGINT) {  // with a checkpoint
+  } else if (
+      code == 128 + SIGTERM || code == 128 + SIGINT || signal == SIGTERM || signal == SIGINT ||
+      signal == SIGHUP) {
+    item.status.state = RunState::kWaiting;
+  } else if (signal == SIGKILL && !item.killed) {  // goes on from its checkpoint
+    item.killed = true;
     item.status.state = RunState::kWaiting;
   } else {
-    fail(item, reason(item.path, status));
+    fail(item, reason(status));
   }
 }
 
 // What became of a run that is not ours at present.
 void Runner::look(Item& item) {
-  const bool was_running = item.status.state == RunState::kRunning;
-  const RunStatus now = status_of(folder_, *item.run);
-  if (!was_running && now.state == RunState::kFailed) return;  // to be tried again
-  item.status = now;
+  item.status = status_of(folder_, *item.run);
+  if (item.status.state == RunState::kFailed && item.retry) item.status.state = RunState::kWaiting;
 }
 
 double Runner::work_done() const {
@@ -243,35 +264,39 @@ StudyProgress Runner::progress() const {
   return now;
 }
 
+void Runner::tell_to_stop() {
+  for (const auto& item : items_) {
+    if (item.process != 0) kill(item.process, SIGTERM);
+  }
+}
+
+// Looks after a run and starts it if there is room; whether there is more to do with it.
+bool Runner::care_for(Item& item, bool look_around, bool stopping) {
+  const auto is = [&](RunState state) { return item.status.state == state; };
+  if (is(RunState::kFinished) || is(RunState::kFailed)) return false;
+  if (look_around && item.process == 0) look(item);
+  if (look_around && item.process != 0) item.status.fraction = fraction_done(folder_, *item.run);
+  const auto slot = std::find(taken_.begin(), taken_.end(), false);
+  if (is(RunState::kWaiting) && !stopping && slot != taken_.end()) {
+    start(item, static_cast<size_t>(slot - taken_.begin()));
+  }
+  return is(RunState::kWaiting) || is(RunState::kRunning);
+}
+
 StudyProgress Runner::run() {
-  bool told_to_stop = false;
+  bool told = false;
   auto last_look = Clock::now();
   for (;;) {
     for (auto& item : items_) reap(item);
     const bool stopping = is_stopping();
-    if (stopping && !told_to_stop) {
-      for (const auto& item : items_) {
-        if (item.process != 0) kill(item.process, SIGTERM);
-      }
-      told_to_stop = true;
-    }
+    if (stopping && !told) tell_to_stop();
+    told = stopping;
     const bool look_around = seconds_since(last_look) > 1;
     if (look_around) last_look = Clock::now();
     bool unfinished = false, ours = false;
     for (auto& item : items_) {
-      const auto is = [&](RunState state) { return item.status.state == state; };
-      if (is(RunState::kFinished) || is(RunState::kFailed)) continue;
-      if (look_around && item.process == 0) look(item);
-      if (look_around && item.process != 0) {
-        item.status.fraction = static_cast<double>(steps_done(item.path)) /
-                               static_cast<double>(train::configure(item.run->options).steps);
-      }
-      const auto slot = std::find(taken_.begin(), taken_.end(), false);
-      if (is(RunState::kWaiting) && !stopping && slot != taken_.end()) {
-        start(item, static_cast<size_t>(slot - taken_.begin()));
-      }
+      unfinished = care_for(item, look_around, stopping) || unfinished;
       ours = ours || item.process != 0;
-      unfinished = unfinished || is(RunState::kWaiting) || is(RunState::kRunning);
     }
     const StudyProgress now = progress();
     if (listener_.progress) listener_.progress(now);
@@ -284,23 +309,37 @@ StudyProgress Runner::run() {
 
 RunEnd run_here(
     const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device,
-    const train::Listener& listener) {
+    bool retry, const train::Listener& listener) {
   const std::string path = folder_of(folder, run);
   train::make_folder(path);
   // Who only looks whether a folder is locked has the lock for a moment, so one refusal says little.
   const auto lock = train::wait_for_lock(path, 0.5);
   if (!lock) return RunEnd::kElsewhere;
-  if (fs::exists(path + "/result.json")) return RunEnd::kFinished;
-  fs::remove(path + "/error.txt");
+  const auto drop_checkpoints = [&] {
+    if (!folder.study.keep_checkpoints && fs::exists(path + "/checkpoints")) {
+      train::delete_folder(path + "/checkpoints");
+    }
+  };
+  if (has_result(path)) {
+    drop_checkpoints();  // it may have been killed before it could
+    return RunEnd::kFinished;
+  }
+  if (!retry && has_error(path)) return RunEnd::kFailedBefore;  // while we waited for the lock
+  forget_error(path);
   try {
+    check_data(folder);
     const auto config = config_of(folder, run, threads, device);
+    const bool begun = fs::exists(path + "/config.toml");
     const auto outcome =
-        fs::exists(path + "/config.toml")
-            ? train::resume(train::open_run(path, settings_of(config), lock), listener)
-            : train::train(config, listener, lock);
+        begun ? train::resume(
+                    train::open_run(
+                        path, settings_of(train::filled_in(config, train::config_of_run(path))),
+                        lock),
+                    listener)
+              : train::train(config, listener, lock);
     if (outcome.stopped) return RunEnd::kStopped;
     record_result(path, outcome.validation_loss);
-    if (!folder.study.keep_checkpoints) train::delete_folder(path + "/checkpoints");
+    drop_checkpoints();
     return RunEnd::kFinished;
   } catch (const c10::Error& error) {
     record_error(path, error.what_without_backtrace());
@@ -312,9 +351,9 @@ RunEnd run_here(
 }
 
 StudyProgress run_all(
-    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
-    const StudyListener& listener) {
-  return Runner(folder, workers, retry, program, listener).run();
+    const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener) {
+  std::signal(SIGCHLD, SIG_DFL);  // else there is no knowing how a process ended
+  return Runner(folder, workers, retry, listener).run();
 }
 
 }  // namespace study

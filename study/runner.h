@@ -12,18 +12,19 @@ namespace study {
 /// What a process that runs one run ends with, besides 0: it is finished.
 constexpr int kRunFailed = 1, kRunElsewhere = 75;
 
-enum class RunEnd { kFinished, kStopped, kElsewhere };
+enum class RunEnd { kFinished, kStopped, kElsewhere, kFailedBefore };
 
-/// Runs one here, or goes on with it. A finished one is left as it is, and so is one that another process is at. An
-/// error is kept beside the run before it is thrown on.
+/// Runs one here, or goes on with it. A finished one is left as it is, and so are one that another process is at and,
+/// unless `retry`, one that has failed. An error is kept beside the run before it is thrown on.
 RunEnd run_here(
     const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device,
-    const train::Listener& listener);
+    bool retry, const train::Listener& listener);
 
 /// How far the study is.
 struct StudyProgress {
   int64_t planned = 0, finished = 0, running = 0, failed = 0;
-  double fraction = 0;       // of all steps of all runs, weighed by their tokens
+  double fraction =
+      0;  // of all steps of all runs, weighed by their tokens; failed runs count as done
   double seconds_left = 0;   // 0: not known yet
   std::string best_setting;  // lowest mean loss so far, of those with the most seeds; empty: none
   double best_loss = 0;
@@ -37,11 +38,10 @@ struct StudyListener {
   std::function<int()> stop_signal = {};  // other than 0: runs save a checkpoint and stop
 };
 
-/// Runs all that is not finished, with `program study run FOLDER RUN`, and waits for runs that other processes are at;
-/// if those die, they are taken over. Failed ones are left alone unless `retry`. Runs stop, with a checkpoint, when this process
-/// is stopped or dies.
+/// Runs all that is not finished, each as `group-muon study run FOLDER RUN` by this same program, and waits for runs
+/// that other processes are at; if those die, they are taken over. Failed ones are left alone unless `retry`, which
+/// tries them once. Runs stop, with a checkpoint, when this process is stopped or dies.
 StudyProgress run_all(
-    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
-    const StudyListener& listener);
+    const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener);
 
 }  // namespace study

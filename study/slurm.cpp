@@ -2,71 +2,98 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <spawn.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
-#include <cstdio>
+#include <algorithm>
+#include <cstring>
 #include <filesystem>
+#include <sstream>
 
 #include "train/files.h"
 
 namespace study {
+namespace {
 
-std::string ranges_of(const std::vector<int64_t>& numbers) {
-  std::string text;
-  for (size_t i = 0; i < numbers.size();) {
-    size_t end = i;
-    while (end + 1 < numbers.size() && numbers[end + 1] == numbers[end] + 1) ++end;
-    if (!text.empty()) text += ',';
-    text += std::to_string(numbers[i]);
-    if (end > i) text.append("-").append(std::to_string(numbers[end]));
-    i = end + 1;
-  }
-  return text;
+std::string absolute(const std::string& path) {
+  return std::filesystem::absolute(path).lexically_normal().string();
 }
 
-std::string slurm_script(
-    const Folder& folder, const Workers& workers, int64_t at_once, const std::string& program,
-    const std::string& options) {
-  std::vector<int64_t> tasks;
-  for (size_t i = 0; i < folder.plan.size(); ++i) {
-    const auto state = status_of(folder, folder.plan[i]).state;
-    if (state != RunState::kFinished) tasks.push_back(static_cast<int64_t>(i));
-  }
-  TORCH_CHECK_VALUE(!tasks.empty(), "all runs of the study in '", folder.path, "' are finished");
-  const auto absolute = [](const std::string& path) {
-    return std::filesystem::absolute(path).lexically_normal().string();
+// So that nothing needs quotes, neither in the shell nor in Slurm's own patterns.
+void check_path(const std::string& path) {
+  const auto plain = [](unsigned char c) {
+    return std::isalnum(c) != 0 || std::strchr("/._+=@,-", c) != nullptr || c >= 0x80;
   };
-  const std::string place = absolute(folder.path);
-  for (const std::string& path : {place, absolute(program)}) {  // so that nothing needs quotes
-    TORCH_CHECK_VALUE(
-        path.find_first_of(" \t\n\"'\\$`%") == std::string::npos,
-        "Slurm cannot work with the path '", path,
-        "': it has blanks, quotes or other special signs");
+  TORCH_CHECK_VALUE(
+      std::all_of(path.begin(), path.end(), plain), "Slurm cannot work with the path '", path,
+      "': it has blanks, quotes or other special signs");
+}
+
+}  // namespace
+
+std::string slurm_script(
+    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+    const std::string& options) {
+  std::ostringstream names;
+  int64_t tasks = 0;
+  for (const auto& run : folder.plan) {
+    const auto state = status_of(folder, run).state;
+    if (state == RunState::kFinished || (state == RunState::kFailed && !retry)) continue;
+    names << " \\\n  " << run.name;
+    ++tasks;
   }
+  TORCH_CHECK_VALUE(
+      tasks > 0, "all runs of the study in '", folder.path, "' are finished or have failed");
+  const std::string place = absolute(folder.path), binary = absolute(program);
+  check_path(place);
+  check_path(binary);
   TORCH_CHECK_VALUE(
       options.find('\n') == std::string::npos, "options for Slurm should be in one line");
   const bool cuda = workers.device == "cuda";
-  return c10::str(
-      "#!/bin/sh\n",                                                                  //
-      "#SBATCH --job-name=", std::filesystem::path(place).filename().string(), "\n",  //
-      "#SBATCH --array=", ranges_of(tasks), at_once > 0 ? c10::str("%", at_once) : "", "\n",
-      "#SBATCH --cpus-per-task=", workers.threads, "\n", cuda ? "#SBATCH --gres=gpu:1\n" : "",
-      // Two minutes before the time is over the run saves a checkpoint; submit again to go on.
-      "#SBATCH --signal=B:TERM@120\n",                             //
-      "#SBATCH --output=", place, "/slurm-%A_%a.log\n",            //
-      options.empty() ? "" : c10::str("#SBATCH ", options, "\n"),  //
-      "exec ", absolute(program), " study run ", place, " \"$SLURM_ARRAY_TASK_ID\" --threads ",
-      workers.threads, cuda ? " --device cuda" : "", "\n");
+  std::ostringstream script;
+  script << "#!/bin/sh\n"
+         << "#SBATCH --job-name=" << std::filesystem::path(place).filename().string() << "\n"
+         << "#SBATCH --array=0-" << tasks - 1;
+  if (workers.jobs > 0) script << "%" << workers.jobs;
+  script << "\n#SBATCH --cpus-per-task=" << workers.threads << "\n";
+  if (cuda) script << "#SBATCH --gres=gpu:1\n";
+  script
+      << "# Two minutes before its time is over a run saves a checkpoint; submit again to go on.\n"
+      << "#SBATCH --signal=B:TERM@120\n"
+      << "#SBATCH --output=" << place << "/slurm-%A_%a.log\n";
+  if (!options.empty()) script << "#SBATCH " << options << "\n";
+  script << "set --" << names.str() << "\n"
+         << "shift \"$SLURM_ARRAY_TASK_ID\"\n"
+         << "exec " << binary << " study run " << place << " \"$1\" --threads " << workers.threads
+         << (cuda ? " --device cuda" : "") << "\n";
+  return script.str();
 }
 
 std::string submit(const std::string& script) {
-  const std::string command = "sbatch " + script + " 2>&1";  // its path has no special signs
-  FILE* output = popen(command.c_str(), "r");
-  TORCH_CHECK(output != nullptr, "cannot start sbatch");
+  int ends[2];
+  TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
+  std::string name = "sbatch", file = script;
+  char* words[] = {name.data(), file.data(), nullptr};
+  pid_t process = 0;
+  const int error = posix_spawnp(&process, words[0], &actions, nullptr, words, environ);
+  posix_spawn_file_actions_destroy(&actions);
+  close(ends[1]);
   std::string text;
   char buffer[256];
-  while (std::fgets(buffer, sizeof buffer, output) != nullptr) text += buffer;
-  const int status = pclose(output);
+  for (ssize_t count = 0; (count = read(ends[0], buffer, sizeof buffer)) > 0;) {
+    text.append(buffer, static_cast<size_t>(count));
+  }
+  close(ends[0]);
+  TORCH_CHECK(
+      error == 0, "cannot start sbatch: ", std::strerror(error), ". The script is ", script);
+  int status = 0;
+  waitpid(process, &status, 0);
   while (!text.empty() && text.back() == '\n') text.pop_back();
   TORCH_CHECK(
       WIFEXITED(status) && WEXITSTATUS(status) == 0, "sbatch did not take the job: ", text,

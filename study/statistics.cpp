@@ -86,7 +86,7 @@ double sign_flip_p(const std::vector<double>& differences) {
   const auto flipped = [&](uint64_t signs) {
     double total = 0;
     for (size_t i = 0; i < count; ++i)
-      total += ((signs >> (i % 64)) & 1) != 0 ? -differences[i] : differences[i];
+      total += ((signs >> i) & 1) != 0 ? -differences[i] : differences[i];
     return std::abs(total);
   };
   if (count <= kMostForAll) {
@@ -128,7 +128,7 @@ Paired paired(const std::vector<double>& differences, int64_t comparisons) {
   result.high = single.high;
   result.simultaneous_low = all.low;
   result.simultaneous_high = all.high;
-  result.p = sign_flip_p(differences);
+  result.p = differences.size() < 2 ? kNone : sign_flip_p(differences);
   return result;
 }
 

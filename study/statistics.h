@@ -30,7 +30,7 @@ struct Paired {
   double low = 0, high = 0;  // 95% interval of Student's t
   double simultaneous_low = 0,
          simultaneous_high = 0;  // the same for all of `comparisons` at once (Bonferroni)
-  double p = 1;                  // two-sided, by flipping signs
+  double p = 1;                  // two-sided, by flipping signs; never below 2^(1 - count)
 };
 Paired paired(const std::vector<double>& differences, int64_t comparisons);
 

@@ -2,63 +2,49 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <sstream>
 
 #include "study/settings.h"
+#include "study/text.h"
 
 namespace study {
 namespace {
-
-template <typename... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
 
 std::string number(double value, const char* pattern = "%.4f") {
   return std::isfinite(value) ? format(pattern, value) : "–";
 }
 
-std::string sign_of(Mark mark) {
-  switch (mark) {
+std::string sign_of(const Comparison& comparison) {
+  switch (comparison.mark) {
     case Mark::kBetter:
-      return " ▲";
+      return comparison.exploratory ? " △" : " ▲";
     case Mark::kWorse:
-      return " ▼";
+      return comparison.exploratory ? " ▽" : " ▼";
     default:
       return "";
   }
 }
 
-const char* word_of(Mark mark) {
-  switch (mark) {
-    case Mark::kBetter:
-      return "better";
-    case Mark::kWorse:
-      return "worse";
-    default:
-      return "undecided";
-  }
+// "4.7437 ± 0.0041 ▲"
+std::string own_number(const SettingSummary& setting, bool bold) {
+  std::string text = number(setting.loss.mean);
+  if (bold) text = "**" + text + "**";
+  if (setting.loss.count > 1) text += " ± " + number(setting.loss.deviation);
+  if (setting.exploratory) text += "ᵉ";
+  const auto found = setting.against.find("packed");
+  return found == setting.against.end() ? text : text + sign_of(found->second);
 }
 
-// "4.7437 ± 0.0041 ▲ (3.2722)"
+// The same with the paper's: "4.7437 ± 0.0041 ▲ (3.2722)".
 std::string markdown_cell(const VariantSummary& summary, size_t index) {
   const Cell& cell = table1_cells()[index];
   const std::string paper =
       format(is_papers_best_rule(index) ? "(**%.4f**)" : "(%.4f)", cell.paper);
   const auto* setting = summary.find(cell.setting);
   if (setting == nullptr || setting->loss.count == 0) return "– " + paper;
-  std::string text = number(setting->loss.mean);
-  if (is_best_rule(summary, index)) text = "**" + text + "**";
-  if (setting->loss.count > 1) text += " ± " + number(setting->loss.deviation);
-  if (setting->exploratory) text += "ᵉ";
-  if (const auto found = setting->against.find("packed"); found != setting->against.end()) {
-    text += sign_of(found->second.mark);
-  }
-  return text + " " + paper;
+  return own_number(*setting, is_best_rule(summary, index)) + " " + paper;
 }
 
 std::string interval(const Paired& paired) {
@@ -91,8 +77,7 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
       const bool tested = comparison.difference.count > 1;
       out << " " << interval(comparison.difference) << " | "
           << (tested ? number(comparison.difference.p, "%.3g") : "") << " | "
-          << (tested ? number(comparison.holm, "%.3g") : "") << " |" << sign_of(comparison.mark)
-          << " |";
+          << (tested ? number(comparison.holm, "%.3g") : "") << " |" << sign_of(comparison) << " |";
     }
     out << "\n";
   }
@@ -138,11 +123,11 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
         out << ",,,,,,,,,";
         continue;
       }
-      const auto& [difference, holm, mark] = found->second;
+      const auto& [difference, exploratory, holm, mark] = found->second;
       out << "," << difference.count << "," << plain(difference.mean) << ","
           << plain(difference.low) << "," << plain(difference.high) << ","
           << plain(difference.simultaneous_low) << "," << plain(difference.simultaneous_high) << ","
-          << plain(difference.p) << "," << plain(holm) << "," << word_of(mark);
+          << plain(difference.p) << "," << plain(holm) << "," << to_string(mark);
     }
     out << "\n";
   }
@@ -168,44 +153,65 @@ bool is_papers_best_rule(size_t cell) {
 bool is_best_rule(const VariantSummary& summary, size_t cell) {
   const auto& cells = table1_cells();
   if (cells[cell].group_size < 2) return false;
-  double best = INFINITY;
-  std::string name;
+  std::vector<const SettingSummary*> rivals;
+  const SettingSummary* own = summary.find(cells[cell].setting);
   for (const auto& other : cells) {
     if (other.row != cells[cell].row || other.group_size != cells[cell].group_size) continue;
     const auto* setting = summary.find(other.setting);
-    if (setting == nullptr || setting->loss.count == 0) return false;
-    if (setting->loss.mean >= best) continue;
-    best = setting->loss.mean;
-    name = other.setting;
+    if (setting == nullptr) return false;
+    if (setting != own) rivals.push_back(setting);
   }
-  return cells[cell].setting == name;
+  // Seeds differ more than rules do, so only those count that all rules have.
+  std::vector<int64_t> seeds;
+  for (const auto& [seed, loss] : own->losses) {
+    const auto has = [&](const SettingSummary* rival) { return rival->losses.count(seed) == 1; };
+    if (std::all_of(rivals.begin(), rivals.end(), has)) seeds.push_back(seed);
+  }
+  const auto mean = [&](const SettingSummary* setting) {
+    double sum = 0;
+    for (const int64_t seed : seeds) sum += setting->losses.at(seed);
+    return sum;
+  };
+  return !seeds.empty() && std::all_of(rivals.begin(), rivals.end(), [&](const auto* rival) {
+    return mean(own) < mean(rival);
+  });
 }
 
-std::string to_markdown(
-    const Folder& folder, const Analysis& analysis, const std::vector<Claim>& claims) {
-  std::ostringstream out;
+namespace {
+
+void write_table1(std::ostream& out, const Folder& folder, const VariantSummary& summary) {
   const auto config = train::configure(folder.study.options);
   out << "# Table 1\n\nValidation loss after " << config.steps << " steps of "
       << config.batch * config.context << " tokens: mean ± standard deviation over seeds, and in "
-      << "parentheses the paper's, of another model and text. Bold: the best rule of a row at that "
-         "g. "
-      << "▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
-      << "settings at once. ᵉ: exploratory, fewer than " << kEnoughSeeds << " seeds.\n\n"
+      << "parentheses the paper's, of another model and text. Seeds differ more than settings do: "
+         "where the numbers of seeds "
+      << "differ, compare by the paired differences below. Bold: the best rule of a row at that g, "
+         "on the seeds that all rules "
+      << "have. ▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
+         "settings against it at once. "
+      << "ᵉ △ ▽: exploratory, fewer than " << kEnoughSeeds << " seeds.\n\n"
       << "| baseline | validation loss |\n|---|---|\n";
   const auto& cells = table1_cells();
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
-    out << "| " << cells[i].row << " | " << markdown_cell(analysis.main, i) << " |\n";
+    out << "| " << cells[i].row << " | " << markdown_cell(summary, i) << " |\n";
   }
-  if (const auto* ours = analysis.main.find("three-way"); ours != nullptr && ours->loss.count > 0) {
-    out << "| Full-QKV Muon, three-way (not in the paper) | " << number(ours->loss.mean) << " ± "
-        << number(ours->loss.deviation) << " |\n";
+  if (const auto* ours = summary.find("three-way"); ours != nullptr && ours->loss.count > 0) {
+    out << "| Full-QKV Muon, three-way (not in the paper) | " << own_number(*ours, false) << " |\n";
   }
   out << "\n| | rule | g = 1 | g = 2 | g = 3 | g = 4 | g = 6 |\n|---|---|---|---|---|---|---|\n";
   for (const auto& row : grouped_rows()) {
     out << "| " << row.row << " | " << row.rule << " |";
-    for (const size_t cell : row.cells) out << " " << markdown_cell(analysis.main, cell) << " |";
+    for (const size_t cell : row.cells) out << " " << markdown_cell(summary, cell) << " |";
     out << "\n";
   }
+}
+
+}  // namespace
+
+std::string to_markdown(
+    const Folder& folder, const Analysis& analysis, const std::vector<Claim>& claims) {
+  std::ostringstream out;
+  write_table1(out, folder, analysis.main);
   out << "\n# Every setting\n\nDifferences are taken seed by seed; p is two-sided, by flipping "
          "signs, "
       << "and beside it corrected for all settings (Holm).\n\n";

@@ -40,7 +40,7 @@ TEST_F(PlanTest, TheSmallStudy) {
   EXPECT_EQ(names.size(), runs.size());
   EXPECT_EQ(headline, 5 * 8 + 29 * 2);
   EXPECT_EQ(noise, 8);
-  EXPECT_EQ(variants, 2 * 4 * 4);
+  EXPECT_EQ(variants, 2 * 4 * 3);
 }
 
 TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {
@@ -140,6 +140,10 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
       "[[variants]]\nname = \"a\"\nsettings = \"table1\"\noptions = {}",
       "two variants");
   says("settings = \"table1\"\nkeep-checkpoints = 3", "true or false");
+  says("settings = \"table1\"\n[options]\nqkv = \"packed\"", "what settings are made of");
+  says("settings = [\"packed\"]\n[more-seeds]\nqk-1 = 3", "not among the settings");
+  says("settings = [\"qk-1\"]\n[noise]\nsetting = \"packed\"\nseeds = 1", "does not have");
+  says("settings = [\"packed\"]\n[noise]\nsetting = \"packed\"\nseeds = 2", "does not have");
   says("settings = \"table1\"\nbase = \"nowhere.toml\"", "nowhere.toml");
   says("settings = ", "study.toml");
   EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");

@@ -67,7 +67,12 @@ TEST(SettingsTest, CellsAreWhatThePaperPrints) {
   EXPECT_EQ(paper("QK", "int.", 1).setting, "qk-1");
   EXPECT_EQ(paper("QK", "rand.", 1).setting, "qk-1");
   const auto options = find_setting("fixed-qk-v-3-random").options;
-  EXPECT_EQ(options, (train::Settings{{"qk-group", "6:random"}, {"v-group", "3:random"}}));
+  EXPECT_EQ(
+      options, (train::Settings{
+                   {"qkv", "three-way"},
+                   {"qk-group", "6:random"},
+                   {"k-group", ""},
+                   {"v-group", "3:random"}}));
 }
 
 TEST(SettingsTest, AMisspeltNameGetsTheNearest) {

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fstream>
 #include <random>
+#include <thread>
 
 #include "study/analysis.h"
 #include "study/claims.h"
@@ -23,7 +24,8 @@ Folder folder_of(const std::string& path, int64_t seeds) {
   folder.path = path;
   for (const auto& setting : table1_settings()) folder.study.settings.push_back(setting.name);
   folder.study.seeds = seeds;
-  folder.study.options = {{"steps", "400"}, {"validation-interval", "100"}};
+  folder.study.options = {
+      {"steps", "400"}, {"warmdown", "100"}, {"validation-interval", "100"}, {"vocabulary", "64"}};
   folder.study.noise_setting = "packed";
   folder.study.noise_seeds = 2;
   folder.plan = make_plan(folder.study);
@@ -78,6 +80,36 @@ TEST(StudyTest, EffectsAreMarkedAndNoiseIsNot) {
   ASSERT_TRUE(analysis.noise.has_value());
   EXPECT_EQ(analysis.noise->difference.count, 2);
   EXPECT_LT(analysis.noise->largest, 0.01);
+}
+
+TEST(StudyTest, UnderANullMarksAppearAtMostAtTheirRate) {
+  // As configs/table1-small.toml: five settings with eight seeds, all others with two, and nothing but noise.
+  auto folder = folder_of("unused", 2);
+  for (const char* name : {"packed", "three-way", "head-wise", "qk-1", "qk-6-random"}) {
+    folder.study.more_seeds[name] = 8;
+  }
+  folder.plan = make_plan(folder.study);
+  constexpr int kStudies = 300;
+  std::mt19937_64 generator(11);
+  std::normal_distribution<double> noise(0, 0.004);
+  std::map<std::pair<std::string, bool>, int> marked;  // baseline and whether exploratory
+  for (int study = 0; study < kStudies; ++study) {
+    const auto results = results_of(
+        folder, [&](const PlannedRun& run, int64_t) { return seeded(run) + noise(generator); });
+    std::map<std::pair<std::string, bool>, bool> any;
+    for (const auto& setting : analyze(folder, results).main.settings) {
+      for (const auto& [baseline, comparison] : setting.against) {
+        const bool is = comparison.mark != Mark::kUndecided;
+        any[{baseline, comparison.exploratory}] = any[{baseline, comparison.exploratory}] || is;
+      }
+    }
+    for (const auto& [family, is] : any) marked[family] += is ? 1 : 0;
+  }
+  EXPECT_EQ(marked.size(), 4);
+  for (const auto& [family, count] : marked) {
+    // 5% and three standard errors of this simulation.
+    EXPECT_LE(count, kStudies * (0.05 + 3 * std::sqrt(0.05 * 0.95 / kStudies))) << family.first;
+  }
 }
 
 TEST(StudyTest, UnreadableAndUnfinishedRunsDoNotCount) {
@@ -209,24 +241,23 @@ TEST(TablesTest, TheBestRuleOfARowIsMarked) {
   EXPECT_NE(latex.find("\\textbf{3.95"), std::string::npos) << latex;
 }
 
-TEST(WorkersTest, SlurmRangesAndScript) {
-  EXPECT_EQ(ranges_of({0, 1, 2, 5, 7, 8}), "0-2,5,7-8");
-  EXPECT_EQ(ranges_of({3}), "3");
-  EXPECT_EQ(ranges_of({}), "");
+TEST(WorkersTest, SlurmScript) {
   const TemporaryFolder place;
   auto folder = folder_of(place / "study", 1);
   record_result(
       (train::make_folder(place / "study/packed/seed-0"), place / "study/packed/seed-0"), 1);
   const std::string script = slurm_script(
-      folder, {.jobs = 4, .threads = 3, .device = "cuda"}, 2, "/bin/program", "--time=5");
+      folder, {.jobs = 2, .threads = 3, .device = "cuda"}, false, "/bin/program", "--time=5");
   for (const char* line :
-       {"#SBATCH --array=1-35%2\n", "#SBATCH --cpus-per-task=3\n", "#SBATCH --gres=gpu:1\n",
-        "#SBATCH --time=5\n", " study run ",
-        "\"$SLURM_ARRAY_TASK_ID\" --threads 3 --device cuda\n"}) {
+       {"#SBATCH --array=0-34%2\n", "set -- \\\n  head-wise/seed-0 \\\n  three-way/seed-0",
+        "#SBATCH --cpus-per-task=3\n", "#SBATCH --gres=gpu:1\n", "#SBATCH --time=5\n",
+        " study run ", "\"$1\" --threads 3 --device cuda\n"}) {
     EXPECT_NE(script.find(line), std::string::npos) << line << script;
   }
-  folder.path = place / "with blank";
-  EXPECT_ERROR_SAYS(slurm_script(folder, {}, 0, "/bin/program", ""), "blanks");
+  for (const char* name : {"with blank", "a;id", "a$b", "a%b", "a'b", "a(b"}) {
+    folder.path = place / name;
+    EXPECT_ERROR_SAYS(slurm_script(folder, {}, false, "/bin/program", ""), "special signs");
+  }
 }
 
 TEST(WorkersTest, JobsAreSpreadOverGpus) {
@@ -238,9 +269,11 @@ TEST(WorkersTest, JobsAreSpreadOverGpus) {
 
 TEST(WorkersTest, JobsFitCoresAndMemory) {
   auto folder = folder_of("unused", 1);
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
   const auto workers = choose_workers(folder, {});
   EXPECT_GE(workers.jobs, 1);
-  EXPECT_GE(workers.threads, 1);
+  EXPECT_LE(workers.jobs * workers.threads, cores);
+  EXPECT_EQ(choose_workers(folder, {.jobs = 1}).threads, cores);
   EXPECT_EQ(choose_workers(folder, {.jobs = 1000}).threads, 1);
   folder.study.options.insert(folder.study.options.end(), {{"width", "49152"}, {"layers", "200"}});
   folder.plan = make_plan(folder.study);

@@ -276,11 +276,14 @@ def draw_band(axes, curve: dict, label: str, style: dict, first: float = 0, last
         axes.fill_between(shown, low, high, color=style["color"], alpha=0.13, linewidth=0)
 
 
-def draw_zero(axes, noise: dict | None) -> None:
+def draw_zero(axes) -> None:
     axes.axhline(0, color="#555555", linewidth=0.8)
-    if noise and noise["deviation"] is not None:
-        width = 2 * noise["deviation"]
-        axes.axhspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
+
+
+def noise_of(report: dict, count: int) -> float:
+    """Two standard errors that A/A noise alone gives a mean over so many pairs."""
+    noise = report["noise"]
+    return 2 * noise["deviation"] / count**0.5 if noise and noise["deviation"] else 0.0
 
 
 def titles_of(report: dict) -> dict[str, str]:
@@ -311,7 +314,7 @@ def study_figure1(report: dict):
     for name in names:
         trained = [step for step in curves[name]["steps"] if step > 0]
         draw_band(left, curves[name], titles[name], style_of(name), first=min(trained, default=0))
-    draw_zero(right, None)
+    draw_zero(right)
     for name in present_baselines(report, "head-wise"):
         curve = report["differences"][name]["head-wise"]
         draw_band(right, curve, f"head-wise minus {name}", style_of(name))
@@ -350,7 +353,7 @@ def study_figure2(report: dict):
                 style = style_of(name)
                 draw_band(axes, curves[name], titles[name], style, first, (part + 1) * third)
             if "minus" in label:
-                draw_zero(axes, None)
+                draw_zero(axes)
             axes.set_title(f"{title}: {label}")
     tidy(grid.flat)
     legend_below(figure, *grid.flat)
@@ -367,8 +370,13 @@ def study_differences(report: dict):
         1, len(bases), figsize=(5.5 * len(bases), 4.8), layout="constrained", squeeze=False
     )
     for axes, base in zip(row.flat, bases):
-        draw_zero(axes, report["noise"])
-        for name in present(names, differences[base]):
+        draw_zero(axes)
+        shown = present(names, differences[base])
+        width = noise_of(
+            report, max((differences[base][name]["count"] for name in shown), default=1)
+        )
+        axes.axhspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
+        for name in shown:
             draw_band(axes, differences[base][name], titles[name], style_of(name))
         axes.set(ylabel="difference", title=f"Validation loss minus {base}: lower is better")
     tidy(row.flat)
@@ -376,14 +384,12 @@ def study_differences(report: dict):
     return figure
 
 
-def effects_range(pairs: list[dict], noise: dict | None) -> tuple[float, float]:
+def effects_range(pairs: list[dict]) -> tuple[float, float]:
     """All means, and the intervals of more than two seeds; the others may go on beyond."""
     values = [0.0, *(pair["mean"] for pair in pairs)]
     for pair in pairs:
         if pair["count"] > 2 and pair["low"] is not None:
             values += [pair["low"], pair["high"]]
-    if noise and noise["deviation"] is not None:
-        values += [-2 * noise["deviation"], 2 * noise["deviation"]]
     air = 0.12 * (max(values) - min(values)) or 0.01
     return min(values) - air, max(values) + air
 
@@ -403,23 +409,22 @@ def study_effects(report: dict):
     )  # fmt: skip
     for axes, base in zip(row.flat, bases):
         pairs = [(setting, pair) for setting in shown if (pair := pair_of(setting, base))]
-        axes.set_xlim(*effects_range([pair for _, pair in pairs], report["noise"]))
+        axes.set_xlim(*effects_range([pair for _, pair in pairs]))
         axes.axvline(0, color="#555555", linewidth=0.8)
-        if report["noise"] and report["noise"]["deviation"] is not None:
-            width = 2 * report["noise"]["deviation"]
-            axes.axvspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
         for setting, pair in pairs:
             place, color = shown.index(setting), style_of(setting["name"])["color"]
+            width = noise_of(report, pair["count"])
+            axes.barh(place, 2 * width, left=-width, height=0.9, color="#888888", alpha=0.2)
             if pair["low"] is not None:
                 axes.plot([pair["low"], pair["high"]], [place, place], color=color, linewidth=1.5)
-            face = "white" if setting["exploratory"] else color
+            face = "white" if pair["exploratory"] else color
             axes.plot(pair["mean"], place, "o", color=color, markerfacecolor=face, markersize=5)
         axes.set_title(f"Final loss minus {base}, 95% intervals")
     row[0][0].set_yticks(range(len(shown)), [f"{s['title']}  (n = {s['count']})" for s in shown])
     row[0][0].set_ylim(len(shown) - 0.4, -0.6)
     tidy(row.flat)
     for axes in row.flat:
-        axes.set_xlabel("difference: left is better; hollow: exploratory")
+        axes.set_xlabel("difference: left is better; hollow: exploratory; grey: noise")
     return figure
 
 
@@ -430,13 +435,13 @@ def study_variants(report: dict):
         return None
     figure, grid = plt.subplots(
         len(drawn), len(bases), figsize=(5.5 * len(bases), 0.8 + 3.3 * len(drawn)),
-        layout="constrained", sharex=True, squeeze=False,
+        layout="constrained", sharex="row", squeeze=False,
     )  # fmt: skip
     for row, variant in zip(grid, drawn):
         titles = titles_of(variant)
         for axes, base in zip(row, bases):
             curves = variant["differences"].get(base, {})
-            draw_zero(axes, report["noise"])
+            draw_zero(axes)
             for name in present(titles, curves):
                 draw_band(axes, curves[name], titles[name], style_of(name))
             axes.set_title(f"{variant['name']}: loss minus {base}")
@@ -474,7 +479,7 @@ def study_gain(report: dict):
                 label = label_of(line["grouping"])
                 axes.plot(line["steps"], array(line[key]), label=label, linewidth=1.5, **style)
             if key.endswith(("gain", "cost")):
-                draw_zero(axes, None)
+                draw_zero(axes)
             axes.set_title(f"{title} (of the {of})\n{run['run']}", fontsize=9)
     tidy(grid.flat)
     legend_below(figure, *grid.flat)

@@ -19,6 +19,8 @@
 namespace train {
 namespace {
 
+constexpr const char* kLockFile = "/lock";
+
 namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& path, const char* what) {
@@ -101,7 +103,7 @@ void OutputFile::sync() {
 }
 
 void replace_file(const std::string& path, std::string_view text) {
-  const std::string temporary = path + ".tmp";
+  const std::string temporary = path + "." + std::to_string(::getpid()) + ".tmp";
   try {
     OutputFile file(temporary);
     file.write(text);
@@ -158,8 +160,9 @@ void sync_folder(const std::string& folder) {
 }
 
 FolderLock::FolderLock(const std::string& folder)
-    : descriptor_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-  if (descriptor_ < 0) fail(folder, "cannot be read");
+    // A file, not the folder itself: only that is locked for other machines, too, on a network file system.
+    : descriptor_(::open((folder + kLockFile).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+  if (descriptor_ < 0) fail(folder, "cannot be locked");
   if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
   const int error = errno;
   ::close(descriptor_);
@@ -171,6 +174,16 @@ FolderLock::FolderLock(const std::string& folder)
 }
 
 FolderLock::~FolderLock() { ::close(descriptor_); }
+
+bool is_locked(const std::string& folder) {
+  if (!fs::exists(folder + kLockFile)) return false;
+  try {
+    const FolderLock lock(folder);
+    return false;
+  } catch (const FolderBusy&) {
+    return true;
+  }
+}
 
 std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds) {
   using Clock = std::chrono::steady_clock;

@@ -62,7 +62,7 @@ struct FolderBusy : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Keeps other processes out of a folder as long as it lives, or the process does.
+/// Keeps other processes out of a folder as long as it lives, or the process does, by a lock on its file "lock".
 class FolderLock {
  public:
   explicit FolderLock(const std::string& folder);
@@ -73,6 +73,9 @@ class FolderLock {
  private:
   int descriptor_;
 };
+
+/// Whether a process has the folder. To find out takes the lock for a moment if it is free.
+bool is_locked(const std::string& folder);
 
 /// The lock as soon as it is free, or null if it is not within `seconds`.
 std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds);

@@ -496,6 +496,22 @@ Config config_of_run(const std::string& folder) {
   return config;
 }
 
+Config filled_in(Config config, const Config& found) {
+  if (config.vocabulary == 0) config.vocabulary = found.vocabulary;
+  if (config.micro_batch == 0) config.micro_batch = found.micro_batch;
+  if (config.kernels == "auto") config.kernels = found.kernels;
+  if (config.method == "auto") config.method = found.method;
+  if (config.threads == 0) config.threads = found.threads;
+  return config;
+}
+
+uint32_t checksum_of_data(const Config& config) {
+  const int64_t vocabulary = resolved(config).vocabulary;
+  const gpt::TokenStream training(config.data, "train", vocabulary);
+  const gpt::TokenStream validation(config.data, "val", vocabulary);
+  return fingerprint(validation, validation.size(), fingerprint(training, training.size(), 0));
+}
+
 Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<FolderLock> lock) {
   const auto place = locate(path);
   Run run;

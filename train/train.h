@@ -60,6 +60,12 @@ Config resolved(Config config);
 /// What the run in a folder was begun with.
 Config config_of_run(const std::string& folder);
 
+/// What `config` leaves open (0, auto), as the run that `found` is of has it.
+Config filled_in(Config config, const Config& found);
+
+/// Of all tokens, training and validation, or samples of them where they are many.
+uint32_t checksum_of_data(const Config& config);
+
 /// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
 /// `settings` may change what does not make it another run. Without a `lock` on the folder it takes one.
 Run open_run(

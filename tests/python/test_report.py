@@ -92,7 +92,7 @@ def test_numbers_are_those_of_the_runs(study):
     assert report["curves"]["packed"]["steps"] == [0, 2, 4, 6, 8, 10, 12]
     assert 0 < setting(report, "packed")["cost"]["optimizer_share"] < 1
     assert report["counts"] == {
-        "planned": 16, "finished": 15, "running": 0, "failed": 1, "waiting": 0
+        "planned": 16, "finished": 15, "running": 0, "failed": 1, "unreadable": 0, "waiting": 0
     }  # fmt: skip
     assert {run["run"] for run in report["diagnostics"]} == {"diagnosed/three-way/seed-0"}
     assert [claim["number"] for claim in report["claims"]] == list(range(1, 9))

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -113,7 +114,7 @@ def test_list_and_dry_run_change_nothing(finished, tmp_path):
     _, out, _, data = finished
     listed = program("study", out, "--list").stdout
     assert re.search(r"^ +0  packed/seed-0 +\d\.\d{4}$", listed, re.M), listed
-    assert "6 runs of 3 settings" in listed
+    assert "6 runs, 3 settings" in listed
     file = out.parent / "study.toml"
     estimate = program("study", file, "--data", data, "--out", tmp_path / "new", "--dry-run").stdout
     assert "6 of 6 runs are left: 9.22e+03 tokens" in estimate
@@ -168,10 +169,10 @@ def test_two_workers_share_the_runs(finished, study, tmp_path):
 
 def test_a_run_is_taken_over_from_a_dead_worker_only(finished, study, tmp_path):
     _, _, expected, data = finished
-    file = study(STUDY.replace("steps = 12", "steps = 400").replace("warmdown = 4", "warmdown = 9"))
+    file = study(STUDY.replace("steps = 12", "steps = 1500"))
     out = tmp_path / "taken"
-    program("study", file, "--data", data, "--out", out, "--slurm", "--dry-run")
-    assert not out.exists()
+    script = program("study", file, "--data", data, "--out", out, "--slurm", "--dry-run").stdout
+    assert "#SBATCH --array=0-5\n" in script and not out.exists()
     # A stopped study leaves its folder, in which a single run can be addressed.
     worker = subprocess.Popen([PROGRAM, "study", str(file), "--data", str(data), "--out", str(out)])
     until(lambda: (out / "study.toml").exists())
@@ -183,10 +184,16 @@ def test_a_run_is_taken_over_from_a_dead_worker_only(finished, study, tmp_path):
     refused = program(*words[1:], check=False)
     assert refused.returncode == 75
     assert "another process is at work on packed/seed-1" in refused.stderr
+    # A study waits for it, and takes it over when its worker dies.
+    waiting = subprocess.Popen([PROGRAM, "study", str(out), "--jobs", "2"], stdout=subprocess.PIPE)
+    others = [run for run in starts(out) if run != "packed/seed-1"]
+    until(lambda: len(list(out.rglob("result.json"))) >= min(5, len(others)))
+    begun = starts(out)["packed/seed-1"]
+    assert not (out / "packed/seed-1/result.json").exists()
     holder.kill()
     holder.wait()
-    begun = starts(out)["packed/seed-1"]
-    program(*words[1:])
+    waiting.communicate(timeout=120)
+    assert waiting.returncode == 0
     assert starts(out)["packed/seed-1"] == begun + 1
     assert (out / "packed/seed-1/result.json").exists()
 
@@ -241,8 +248,85 @@ def test_a_changed_study_is_noticed(finished, study, tmp_path):
     assert "the study has changed since 6 runs" in changed.stderr
     removed = program("study", study(STUDY.replace("warmdown = 4\n", "")), *words, check=False)
     assert removed.returncode == 1 and "warmdown" in removed.stderr, removed.stderr
-    more = program("study", study(STUDY.replace("seeds = 2", "seeds = 3")), *words, "--list")
-    assert "9 runs" in more.stdout  # a longer plan is no change
+
+
+def test_a_study_can_grow_and_shrink(finished, study, tmp_path):
+    _, out, _, data = finished
+    copy = shutil.copytree(out, tmp_path / "copy")
+    words = ("--data", data, "--out", copy)
+    more = program("study", study(STUDY.replace("seeds = 2", "seeds = 3")), *words)
+    assert "9 of 9 done" in more.stdout and more.stdout.count("begin") == 3
+    fewer = program("study", study(STUDY.replace('"three-way", ', "")), *words)
+    assert "note: 5 of the runs in the folder are not in the study" in fewer.stdout
+    assert "4 of 4 done" in fewer.stdout and (copy / "three-way/seed-0/result.json").exists()
+
+
+def test_an_edited_folder_is_noticed(finished, tmp_path):
+    _, out, _, _ = finished
+    copy = shutil.copytree(out, tmp_path / "copy")
+    file = copy / "study.toml"
+    file.write_text(file.read_text().replace("0.001", "0.002"))
+    refused = program("study", copy, check=False)
+    assert refused.returncode == 1 and "muon-lr" in refused.stderr, refused.stderr
+    report = program("report", copy, "--no-figures").stdout
+    assert report.count("is another run than the study says") == 6
+
+
+def test_other_data_is_noticed(finished, study, tmp_path):
+    _, out, _, data = finished
+    other = shutil.copytree(data, tmp_path / "other")
+    copy = shutil.copytree(out, tmp_path / "copy")
+    more = study(STUDY.replace("seeds = 2", "seeds = 3"))
+    program("study", more, "--data", other, "--out", copy, "--list")
+    shard = other / "train_000000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
+    refused = program("study", more, "--data", other, "--out", copy, check=False)
+    assert refused.returncode == 1 and "is not what the study" in refused.stderr
+
+
+def test_damaged_results_are_failures_of_their_run_alone(finished, tmp_path):
+    _, out, _, _ = finished
+    copy = shutil.copytree(out, tmp_path / "copy")
+    (copy / "packed/seed-0/result.json").write_text('{"validation_loss":null}')
+    shutil.rmtree(copy / "packed/seed-1")
+    done = program("study", copy, check=False)
+    assert done.returncode == 1 and "5 of 6 done, 0 running, 1 failed" in done.stdout
+    assert "result.json cannot be read; delete it" in program("study", copy, "--list").stdout
+    (copy / "packed/seed-0/result.json").unlink()
+    assert "6 of 6 done" in program("study", copy).stdout
+
+
+def test_a_stop_while_runs_start_is_no_failure(finished, study, tmp_path):
+    _, _, expected, data = finished
+    out = tmp_path / "early"
+    words = [PROGRAM, "study", str(study()), "--data", str(data), "--out", str(out), "--jobs", "2"]
+    for attempt in range(6):
+        worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        worker.stdout.readline()
+        worker.stdout.readline()  # the first run begins
+        time.sleep(0.1 * attempt)
+        # To all, as a batch system does it, or to the study alone.
+        for process in processes_of(out) if attempt % 2 else [worker.pid]:
+            os.kill(process, signal.SIGTERM)
+        worker.communicate(timeout=60)
+        assert worker.returncode == 128 + signal.SIGTERM
+        assert not list(out.rglob("error.txt"))
+    program("study", out)
+    assert tables(out) == expected
+
+
+def test_workers_agree_on_a_run_that_fails(study, data, tmp_path):
+    out = tmp_path / "failing"
+    file = study(STUDY.replace("seeds = 2", "seeds = 1") + FAILING)
+    words = [PROGRAM, "study", str(file), "--data", str(data), "--out", str(out), "--jobs", "1"]
+    workers = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for worker in workers:
+        output, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 1 and "3 of 4 done, 0 running, 1 failed" in output, errors
+    assert starts(out)["exploding/packed/seed-0"] == 1
 
 
 def test_wrong_words_are_errors_with_the_nearest_name(study, data, tmp_path):
@@ -297,4 +381,4 @@ def test_an_array_job_runs_to_the_end_under_slurm(finished, study, tmp_path):
         assert tasks == {task: ("COMPLETED", 0) for task in range(6)}
         assert set(starts(out).values()) == {1}
         assert tables(out) == expected
-        assert "are finished" in program(*words, env=environment, check=False).stderr
+        assert "are finished or have failed" in program(*words, env=environment, check=False).stderr

@@ -29,7 +29,9 @@ std::string unknown_argument(const CLI::App& app) {
   if (!is_flag && !commands.empty()) return "'" + name + "' is one argument too many";
   std::vector<std::string> known;
   if (is_flag) {
-    for (const auto* option : (commands.empty() ? &app : commands.front())->get_options()) {
+    const CLI::App* innermost = &app;
+    while (!innermost->get_subcommands().empty()) innermost = innermost->get_subcommands().front();
+    for (const auto* option : innermost->get_options()) {
       for (const auto& flag : option->get_lnames()) known.push_back("--" + flag);
     }
   } else {

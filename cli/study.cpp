@@ -70,11 +70,12 @@ std::string show(const study::RunStatus& status) {
     case study::RunState::kFailed:
       return "failed: " + status.error;
     default:
-      return status.fraction > 0 ? format("waiting, %.0f%%", 100 * status.fraction) : "";
+      return status.fraction > 0 ? format("stopped, %.0f%%", 100 * status.fraction) : "-";
   }
 }
 
 void list(const study::Folder& folder) {
+  say("   #  run                                validation loss, or how far it is");
   for (size_t i = 0; i < folder.plan.size(); ++i) {
     const auto& run = folder.plan[i];
     say(format("%4zu  %-34s %s", i, run.name.c_str(), show(study::status_of(folder, run)).c_str()));
@@ -91,6 +92,10 @@ void list(const study::Folder& folder) {
       has("three-way") ? "; three-way is not in the paper" : ""));
 }
 
+std::string duration(double seconds) {
+  return clock_text(seconds) + (seconds < 3600 ? " minutes" : " hours");
+}
+
 void show_cost(const study::Folder& folder, const study::Workers& workers) {
   constexpr double kGiga = 1 << 30;
   const auto cost = study::estimate_cost(folder, workers.device, workers.jobs, workers.threads);
@@ -101,9 +106,9 @@ void show_cost(const study::Folder& folder, const study::Workers& workers) {
   say(format(
       "about %s, %lld at a time with %lld %s each (%s one after the other), by some steps just "
       "timed here",
-      clock_text(cost.seconds).c_str(), static_cast<long long>(workers.jobs),
+      duration(cost.seconds).c_str(), static_cast<long long>(workers.jobs),
       static_cast<long long>(workers.threads), workers.threads == 1 ? "thread" : "threads",
-      clock_text(cost.job_seconds).c_str()));
+      duration(cost.job_seconds).c_str()));
   say(format(
       "about %.1f GB of memory, and %.1f GB on disk for checkpoints",
       static_cast<double>(cost.memory) / kGiga, static_cast<double>(cost.disk) / kGiga));
@@ -117,7 +122,9 @@ std::string summary(const study::StudyProgress& now) {
       static_cast<long long>(now.failed));
   if (now.seconds_left > 0) text += ", " + clock_text(now.seconds_left) + " left";
   if (!now.best_setting.empty()) {
-    text += format(", best %s %.4f", now.best_setting.c_str(), now.best_loss);
+    text += format(
+        ", best %s %.4f (n = %lld)", now.best_setting.c_str(), now.best_loss,
+        static_cast<long long>(now.best_seeds));
   }
   return text;
 }
@@ -128,7 +135,9 @@ study::StudyListener make_study_listener() {
   auto last = std::make_shared<Clock::time_point>(Clock::now());
   listener.progress = [last](const study::StudyProgress& now) {
     const bool stopping = stop_signal() != 0;
-    show_live(now.fraction, stopping ? "stopping: runs save checkpoints" : summary(now));
+    show_live(
+        now.fraction,
+        stopping ? "stopping: runs save checkpoints (Ctrl-C again: do not wait)" : summary(now));
     // In a log, a line now and then.
     if (isatty(STDERR_FILENO) == 0 && Clock::now() - *last > std::chrono::minutes(5)) {
       say(summary(now));
@@ -166,9 +175,9 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
   if (end.failed > 0) {
     say("errors are in error.txt and log.txt of each; when their cause is gone: group-muon study " +
         place + " --retry");
-    throw CLI::RuntimeError(1);
   }
   say("see it with: group-muon report " + place);
+  if (end.failed > 0) throw CLI::RuntimeError(1);
 }
 
 // Slurm's machines are others than this one, so nothing is chosen by what this one has.
@@ -238,14 +247,15 @@ void run_one(const RunArguments& arguments) {
     throw CLI::RuntimeError(study::kRunElsewhere);
   }
   if (end == study::RunEnd::kFailedBefore) throw CLI::RuntimeError(study::kRunFailed);
-  if (end == study::RunEnd::kStopped) throw CLI::RuntimeError(128 + stop_signal());
+  if (end == study::RunEnd::kStopped) {
+    say("stopped; go on with the same command");
+    throw CLI::RuntimeError(128 + stop_signal());
+  }
   say(planned.name + " is finished: " + show(study::status_of(folder, planned)));
 }
 
 void add_workers(CLI::App& command, study::Workers& workers) {
-  command
-      .add_option(
-          "--threads", workers.threads, "Of each run; 0: the cores, divided; with --slurm 1")
+  command.add_option("--threads", workers.threads, "Of a run; 0: the cores, divided among runs")
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
   command.add_option("--device", workers.device, "cpu or cuda; by default as the study says")

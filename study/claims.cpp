@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kLevel = 0.05;
 constexpr int kSizes[] = {1, 2, 3, 4, 6};
+constexpr size_t kVSettings = 9;  // of V alone, and of V with QK fixed
 constexpr const char* kWholeOrSingle[] = {"packed", "three-way", "head-wise"};
 
 // Differences between two settings, one a seed, and the interval of their mean.
@@ -123,11 +124,13 @@ std::optional<EarlyAndLate> early_and_late(
         static_cast<long long>(band.steps[i]));
   };
   const size_t last = band.steps.size() - 1;
-  const double crossing = crossing_step(band);
+  const auto [from, to] = crossing(band);
   const std::string text = c10::str(
       training.variant.empty() ? "" : training.variant + ": ", "head-wise less ", baseline, ", ",
       band.count, band.count == 1 ? " seed: " : " seeds: ", show_at(early), ", ", show_at(last),
-      crossing < 0 ? "; no crossing" : format("; crossing at step %.0f", crossing));
+      from < 0 ? "; no crossing" : c10::str("; crossing between steps ", from, " and ", to));
+  // Too late for early.
+  if (5 * band.steps[early] > training.steps) return EarlyAndLate{{}, at(last), text};
   return EarlyAndLate{at(early), at(last), text};
 }
 
@@ -153,8 +156,9 @@ Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
   }
   if (claim.evidence.empty()) claim.evidence.push_back("not measured");
   claim.evidence.push_back(
-      "Supported if, against both baselines, head-wise is below at a tenth of the training and "
-      "above at its end; "
+      "Supported if, against both baselines, head-wise is below at the validation nearest to a "
+      "tenth "
+      "of the training (a fifth at most) and above at its end; "
       "contradicted if it is above early or below at the end. The longest training with intervals "
       "decides");
   return claim;
@@ -212,7 +216,8 @@ double margin_of(const Analysis& analysis) {
 
 std::string margin_text(double margin) {
   if (!std::isfinite(margin)) {
-    return "there is no such margin here, since QK g = 6 random does not clearly gain on three-way";
+    return "minus half of what QK g = 6 random gains on three-way, which is not clearly anything "
+           "here";
   }
   return format("-%.4f, half of what QK g = 6 random gains on three-way", margin);
 }
@@ -235,17 +240,18 @@ Claim no_gain_of_v(const Analysis& analysis) {
     const auto difference = mean_between(analysis, pairs);
     claim.evidence.push_back(
         c10::str(
-            "mean of ", settings.size(), " settings less ", base, ": ", show(difference), "; ",
-            better, " of them are lower"));
+            "mean of ", settings.size(), " of 9 settings less ", base, ": ", show(difference),
+            "; lower: ", better));
     if (base != "three-way") continue;  // packed differs in more than V
+    if (2 * settings.size() < kVSettings) continue;
     if (difference.values.size() > 1 && difference.interval.low > -margin) {
       claim.verdict = Verdict::kSupported;
     }
     if (difference.is_below()) claim.verdict = Verdict::kContradicted;
   }
   claim.evidence.push_back(
-      "Decided by the mean less three-way: contradicted if its interval is below zero, supported "
-      "if it is above " +
+      "Decided by the mean less three-way, with at least half of the settings: contradicted if its "
+      "interval is below zero, supported if it is above " +
       margin_text(margin));
   return claim;
 }
@@ -261,7 +267,11 @@ Claim fixed_qk_adds_nothing(const Analysis& analysis) {
     any_below = any_below || difference.is_below();
     all_within = all_within && difference.values.size() > 1 && difference.interval.low > -margin;
   }
-  if (settings.empty()) claim.evidence.push_back("not measured");
+  if (settings.empty()) {
+    claim.evidence.push_back("not measured");
+    return claim;
+  }
+  all_within = all_within && 2 * settings.size() >= kVSettings;
   claim.evidence.push_back(
       "Contradicted if one is below zero, supported if all are above " + margin_text(margin) +
       "; intervals hold for all of them at once");
@@ -376,7 +386,8 @@ Claim larger_norms(const Results& results) {
     const double full = late_mean(whole->squared_norm_ratio);
     const double split = late_mean(heads->squared_norm_ratio);
     claim.evidence.push_back(format(
-        "%s: ‖O‖² by its ideal %.3f whole, %.3f head-wise; head-wise larger in %.0f%% of all "
+        "%s, momentum: ‖O‖² by its ideal %.3f whole, %.3f head-wise; head-wise larger in %.0f%% of "
+        "all "
         "matrices and steps",
         run.run.name.c_str(), full, split, 100 * heads->larger_norms));
     ++measured;
@@ -408,16 +419,46 @@ std::string to_string(Verdict verdict) {
   }
 }
 
-double crossing_step(const Band& difference) {
-  const auto& mean = difference.mean;
-  if (mean.empty() || mean.back() <= 0) return -1;
+std::pair<int64_t, int64_t> crossing(const Band& difference) {
+  const auto& [count, steps, mean, low, high] = difference;
+  if (mean.empty() || mean.back() <= 0) return {-1, -1};
   for (size_t i = mean.size() - 1; i > 0; --i) {
-    if (mean[i - 1] >= 0) continue;
-    const double part = -mean[i - 1] / (mean[i] - mean[i - 1]);
-    const auto from = static_cast<double>(difference.steps[i - 1]);
-    return from + part * (static_cast<double>(difference.steps[i]) - from);
+    if (mean[i - 1] < 0) return {steps[i - 1], steps[i]};
   }
-  return -1;
+  return {-1, -1};
+}
+
+std::vector<std::string> conclusions(const Analysis& analysis) {
+  const SettingSummary* best = nullptr;
+  double lowest = INFINITY;
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.exploratory) continue;
+    const double mean =
+        setting.name == "packed" ? 0 : between(analysis, setting.name, "packed").interval.mean;
+    if (!(mean < lowest)) continue;
+    lowest = mean;
+    best = &setting;
+  }
+  if (best == nullptr) {
+    return {format(
+        "No setting has %lld seeds yet: all that follows is exploratory.",
+        static_cast<long long>(kEnoughSeeds))};
+  }
+  std::vector<std::string> lines = {c10::str(
+      "Of the settings with enough seeds, ", best->name,
+      " is lowest: ", format("%.4f, ", best->loss.mean), best->loss.count, " seeds.")};
+  std::string alike;
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.exploratory || &setting == best) continue;
+    const auto difference = between(analysis, best->name, setting.name);
+    if (difference.is_below()) {
+      lines.push_back(c10::str(best->name, " less ", setting.name, ": ", show(difference), "."));
+    } else {
+      alike += (alike.empty() ? "" : ", ") + setting.name;
+    }
+  }
+  if (!alike.empty()) lines.push_back("It cannot be told from " + alike + " at 95%.");
+  return lines;
 }
 
 std::vector<Claim> check_claims(

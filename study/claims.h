@@ -18,9 +18,12 @@ struct Claim {
   std::vector<std::string> evidence;  // sentences with numbers, and what decides
 };
 
-/// Where a mean difference over training comes to stay on the other side of zero, having begun below it: the step, interpolated between
-/// validations; -1 if it does not.
-double crossing_step(const Band& difference);
+/// Where a mean difference over training comes to stay above zero, having been below: between these two validations;
+/// {-1, -1} if it does not.
+std::pair<int64_t, int64_t> crossing(const Band& difference);
+
+/// What one would say first: which setting is lowest, by how much, how sure, and which cannot be told from it.
+std::vector<std::string> conclusions(const Analysis& analysis);
 
 std::vector<Claim> check_claims(
     const Folder& folder, const Results& results, const Analysis& analysis);

@@ -114,7 +114,7 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
     largest_checkpoints = std::max(largest_checkpoints, checkpoints);
     if (folder.study.keep_checkpoints) cost.disk += checkpoints;
     const auto status = status_of(folder, run);
-    if (status.state == RunState::kFinished) continue;
+    if (status.state == RunState::kFinished || status.state == RunState::kFailed) continue;
     const double part = 1 - status.fraction;
     const auto [place, is_new] = known.try_emplace(shape_key(config));
     if (is_new) place->second = measure(config);

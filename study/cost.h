@@ -14,7 +14,7 @@ int64_t memory_of(const train::Config& config);
 int64_t checkpoint_bytes(const train::Config& config);
 
 struct Cost {
-  int64_t runs = 0, left = 0;    // planned, and not finished
+  int64_t runs = 0, left = 0;    // planned, and neither finished nor failed
   double tokens = 0, flops = 0;  // of what is left
   double job_seconds = 0;        // of what is left, one run after the other
   double seconds = 0;            // with jobs side by side

@@ -65,7 +65,7 @@ void refuse_changes(const Folder& folder) {
   TORCH_CHECK_VALUE(
       changed == 0, "the study has changed since ", changed, changed == 1 ? " run" : " runs",
       " in '", folder.path, "' began: ", first,
-      ". Give another --out, or delete what is to be run anew");
+      ". Give another --out, or delete the folders of such runs to have them run anew");
 }
 
 void begin(const Folder& folder) {

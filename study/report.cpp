@@ -226,6 +226,7 @@ Json to_json(
       {"cells", cells_of(analysis)},
       {"noise", analysis.noise ? to_json(*analysis.noise) : Json()},
       {"variants", variants_of(analysis)},
+      {"conclusions", conclusions(analysis)},
       {"claims", to_json(claims)},
       {"diagnostics", diagnostics_of(results)},
       {"runs", runs_of(results, common)},
@@ -272,7 +273,7 @@ Report write_report(const Folder& folder, const std::string& out) {
   };
   write("report.html", page_of(data));
   write("report.json", data.dump(1, ' ', false, Json::error_handler_t::replace) + "\n");
-  write("table.md", to_markdown(folder, analysis, claims));
+  write("table.md", to_markdown(folder, results, analysis, claims));
   write("table.csv", to_csv(analysis));
   write("table.tex", to_latex(analysis));
   return report;

@@ -260,6 +260,7 @@ StudyProgress Runner::progress() const {
     most = values.size();
     now.best_setting = setting;
     now.best_loss = mean;
+    now.best_seeds = static_cast<int64_t>(most);
   }
   return now;
 }

@@ -28,6 +28,7 @@ struct StudyProgress {
   double seconds_left = 0;   // 0: not known yet
   std::string best_setting;  // lowest mean loss so far, of those with the most seeds; empty: none
   double best_loss = 0;
+  int64_t best_seeds = 0;
 };
 
 struct StudyListener {

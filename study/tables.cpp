@@ -47,21 +47,22 @@ std::string markdown_cell(const VariantSummary& summary, size_t index) {
   return own_number(*setting, is_best_rule(summary, index)) + " " + paper;
 }
 
+std::string ends(double low, double high) {
+  return c10::str("[", number(low, "%+.4f"), ", ", number(high, "%+.4f"), "]");
+}
+
 std::string interval(const Paired& paired) {
   if (paired.count == 0) return "";
   std::string text = number(paired.mean, "%+.4f");
-  if (paired.count > 1) {
-    text += " [" + number(paired.low, "%+.4f") + ", " + number(paired.high, "%+.4f") + "]";
-  }
-  return text;
+  return paired.count > 1 ? text + " " + ends(paired.low, paired.high) : text;
 }
 
 void write_settings(std::ostream& out, const VariantSummary& summary) {
   out << "| setting | seeds | loss | sd |";
   for (const char* baseline : kBaselines) {
-    out << " less " << baseline << ", 95% interval | p | Holm | |";
+    out << " less " << baseline << " | for all | p | Holm | |";
   }
-  out << "\n|---|---:|---:|---:|---|---:|---:|---|---|---:|---:|---|\n";
+  out << "\n|---|---:|---:|---:|---|---|---:|---:|---|---|---|---:|---:|---|\n";
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
     out << "| " << find_setting(setting.name).title << (setting.exploratory ? " ᵉ" : "") << " | "
@@ -70,13 +71,17 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
     for (const char* baseline : kBaselines) {
       const auto found = setting.against.find(baseline);
       if (found == setting.against.end()) {
-        out << " | | | |";
+        out << " | | | | |";
         continue;
       }
       const auto& comparison = found->second;
       const bool tested = comparison.difference.count > 1;
       out << " " << interval(comparison.difference) << " | "
-          << (tested ? number(comparison.difference.p, "%.3g") : "") << " | "
+          << (tested ? ends(
+                           comparison.difference.simultaneous_low,
+                           comparison.difference.simultaneous_high)
+                     : "")
+          << " | " << (tested ? number(comparison.difference.p, "%.3g") : "") << " | "
           << (tested ? number(comparison.holm, "%.3g") : "") << " |" << sign_of(comparison) << " |";
     }
     out << "\n";
@@ -133,12 +138,21 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
   }
 }
 
+// Standard deviation, seeds, and e for exploratory.
+std::string latex_spread(const SettingSummary& setting) {
+  const std::string spread =
+      setting.loss.count > 1 ? c10::str("$\\pm$", number(setting.loss.deviation), ", ") : "";
+  return c10::str(
+      "{\\tiny ", spread, "$n=", setting.loss.count, setting.exploratory ? "^e" : "", "$}");
+}
+
 std::string latex_number(const VariantSummary& summary, size_t index) {
   const Cell& cell = table1_cells()[index];
   const auto* setting = summary.find(cell.setting);
   std::string own =
       setting == nullptr || setting->loss.count == 0 ? "--" : number(setting->loss.mean);
   if (is_best_rule(summary, index)) own = "\\textbf{" + own + "}";
+  if (setting != nullptr && setting->loss.count > 0) own += latex_spread(*setting);
   const std::string paper =
       format(is_papers_best_rule(index) ? "\\textbf{%.4f}" : "%.4f", cell.paper);
   return own + " {\\scriptsize(" + paper + ")}";
@@ -179,13 +193,27 @@ bool is_best_rule(const VariantSummary& summary, size_t cell) {
 
 namespace {
 
+// How much of the study is there, and what is not.
+void write_state(std::ostream& out, const Results& results) {
+  const auto counting = std::count_if(
+      results.runs.begin(), results.runs.end(), [](const auto& r) { return r.counts(); });
+  out << counting << " of " << results.runs.size() << " runs are finished.\n";
+  for (const auto& result : results.runs) {
+    if (result.state == RunState::kFailed && result.readable) {
+      out << result.run.name << " failed: " << result.error << "\n";
+    }
+  }
+  for (const auto& problem : results.problems) out << problem << "\n";
+  out << "\n";
+}
+
 void write_table1(std::ostream& out, const Folder& folder, const VariantSummary& summary) {
   const auto config = train::configure(folder.study.options);
   out << "# Table 1\n\nValidation loss after " << config.steps << " steps of "
       << config.batch * config.context << " tokens: mean ± standard deviation over seeds, and in "
-      << "parentheses the paper's, of another model and text. Seeds differ more than settings do: "
-         "where the numbers of seeds "
-      << "differ, compare by the paired differences below. Bold: the best rule of a row at that g, "
+      << "parentheses the paper's, of another model and text. Where the numbers of seeds "
+      << "differ, compare by the paired differences below. g = 1 is one result for all rules. "
+         "Bold: the best rule of a row at that g, "
          "on the seeds that all rules "
       << "have. ▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
          "settings against it at once. "
@@ -209,12 +237,19 @@ void write_table1(std::ostream& out, const Folder& folder, const VariantSummary&
 }  // namespace
 
 std::string to_markdown(
-    const Folder& folder, const Analysis& analysis, const std::vector<Claim>& claims) {
+    const Folder& folder, const Results& results, const Analysis& analysis,
+    const std::vector<Claim>& claims) {
   std::ostringstream out;
+  write_state(out, results);
+  for (const auto& line : conclusions(analysis)) out << line << "\n";
+  out << "\n";
   write_table1(out, folder, analysis.main);
-  out << "\n# Every setting\n\nDifferences are taken seed by seed; p is two-sided, by flipping "
-         "signs, "
-      << "and beside it corrected for all settings (Holm).\n\n";
+  out << "\n# Every setting\n\nDifferences are taken seed by seed, with 95% intervals: for one "
+      << "comparison, and for all settings against that baseline at once, by which ▲ and ▼ are "
+         "given. "
+      << "p is two-sided, by flipping signs, and beside it corrected (Holm); of n seeds it cannot "
+         "be "
+      << "below 2^(1-n), however large the effect.\n\n";
   write_settings(out, analysis.main);
   if (analysis.noise) {
     const auto& noise = *analysis.noise;
@@ -231,7 +266,8 @@ std::string to_markdown(
     out << "\n\n";
     write_settings(out, variant);
   }
-  out << "# Claims of the paper\n\n| | claim | verdict | evidence |\n|---:|---|---|---|\n";
+  out << "# Claims of the paper\n\nOn this model, text and length of training only.\n\n| | claim | "
+         "verdict | evidence |\n|---:|---|---|---|\n";
   for (const auto& claim : claims) {
     out << "| " << claim.number << " | " << claim.text << " | " << to_string(claim.verdict)
         << " | ";
@@ -262,8 +298,11 @@ std::string to_csv(const Analysis& analysis) {
 std::string to_latex(const Analysis& analysis) {
   std::ostringstream out;
   const auto& cells = table1_cells();
-  out << "% Needs booktabs and multirow. In parentheses: the paper's numbers, of another model and "
-         "text.\n"
+  out << "% Needs booktabs and multirow. Mean and standard deviation over n seeds, e: exploratory; "
+         "in\n"
+      << "% parentheses the paper's numbers, of another model and text. Whether settings differ is "
+         "a\n"
+      << "% matter of paired differences: see table.md.\n"
       << "\\begin{tabular}{llccccc}\n\\toprule\n"
       << "\\multicolumn{2}{l}{Baselines} & \\multicolumn{5}{c}{Validation loss} \\\\\n\\midrule\n";
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
@@ -271,8 +310,8 @@ std::string to_latex(const Analysis& analysis) {
         << latex_number(analysis.main, i) << "} \\\\\n";
   }
   if (const auto* ours = analysis.main.find("three-way"); ours != nullptr && ours->loss.count > 0) {
-    out << "\\multicolumn{2}{l}{Full-QKV Muon, three-way} & \\multicolumn{5}{c}{"
-        << number(ours->loss.mean) << "} \\\\\n";
+    out << "\\multicolumn{2}{l}{Full-QKV Muon, three-way (not in the paper)} & \\multicolumn{5}{c}{"
+        << number(ours->loss.mean) << latex_spread(*ours) << "} \\\\\n";
   }
   out << "\\midrule\nGroupMuon & Rule & $g=1$ & $g=2$ & $g=3$ & $g=4$ & $g=6$ \\\\\n";
   const auto rows = grouped_rows();

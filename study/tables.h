@@ -16,7 +16,8 @@ bool is_papers_best_rule(size_t cell);
 
 /// Table 1 with the paper's numbers in parentheses, every setting against the baselines, other variants, noise, claims.
 std::string to_markdown(
-    const Folder& folder, const Analysis& analysis, const std::vector<Claim>& claims);
+    const Folder& folder, const Results& results, const Analysis& analysis,
+    const std::vector<Claim>& claims);
 /// A line a setting and variant.
 std::string to_csv(const Analysis& analysis);
 /// Table 1 in the paper's layout (booktabs, multirow).

@@ -40,7 +40,7 @@ Results results_of(const Folder& folder, LossOf&& loss_of) {
     RunResult result;
     result.run = run;
     result.state = RunState::kFinished;
-    for (int64_t step = 0; step <= 400; step += 100) result.curve[step] = loss_of(run, step);
+    for (int64_t step = 0; step <= 400; step += 50) result.curve[step] = loss_of(run, step);
     result.loss = result.curve.rbegin()->second;
     results.runs.push_back(result);
   }
@@ -136,17 +136,18 @@ TEST(StudyTest, BandsHaveTheStepsThatAllCurvesHave) {
 }
 
 TEST(ClaimsTest, CrossingsAreWhereTheDifferenceComesToStayAboveZero) {
-  const auto crossing = [](const std::vector<double>& mean) {
+  const auto place = [](const std::vector<double>& mean) {
     Band band;
     for (size_t i = 0; i < mean.size(); ++i) band.steps.push_back(static_cast<int64_t>(100 * i));
     band.mean = mean;
-    return crossing_step(band);
+    return crossing(band);
   };
-  EXPECT_DOUBLE_EQ(crossing({0, -0.1, -0.05, 0.05, 0.1}), 250);
-  EXPECT_DOUBLE_EQ(crossing({0, -0.1, 0.1, -0.1, 0.3}), 325) << "the last one";
-  EXPECT_EQ(crossing({0, -0.1, -0.2, -0.1}), -1);
-  EXPECT_EQ(crossing({0, 0.1, 0.2, 0.1}), -1) << "above from the start is no crossing";
-  EXPECT_EQ(crossing({}), -1);
+  using Steps = std::pair<int64_t, int64_t>;
+  EXPECT_EQ(place({0, -0.1, -0.05, 0.05, 0.1}), Steps(200, 300));
+  EXPECT_EQ(place({0, -0.1, 0.1, -0.1, 0.3}), Steps(300, 400)) << "the last one";
+  EXPECT_EQ(place({0, -0.1, -0.2, -0.1}), Steps(-1, -1));
+  EXPECT_EQ(place({0, 0.1, 0.2, 0.1}), Steps(-1, -1)) << "above from the start is no crossing";
+  EXPECT_EQ(place({}), Steps(-1, -1));
 }
 
 TEST(ClaimsTest, AWorldAsThePaperHasItSupportsItsClaims) {
@@ -167,7 +168,7 @@ TEST(ClaimsTest, AWorldAsThePaperHasItSupportsItsClaims) {
   for (const int number : {1, 2, 3, 4, 5, 6}) {
     EXPECT_EQ(verdict_of(claims, number), Verdict::kSupported) << number;
   }
-  EXPECT_NE(claims[0].evidence[0].find("crossing at step 2"), std::string::npos)
+  EXPECT_NE(claims[0].evidence[0].find("crossing between steps 200 and 250"), std::string::npos)
       << claims[0].evidence[0];
   for (const int number : {7, 8}) {
     EXPECT_EQ(verdict_of(claims, number), Verdict::kUndecided) << "not measured";
@@ -221,7 +222,31 @@ TEST(ClaimsTest, NothingIsClaimedOfNoiseOrOfNothing) {
     EXPECT_EQ(claim.verdict, Verdict::kUndecided) << claim.number;
   }
   EXPECT_NE(
-      to_markdown(folder, analysis, {}).find("| QK | rand. | – (**3.2759**)"), std::string::npos);
+      to_markdown(folder, nothing, analysis, {}).find("| QK | rand. | – (**3.2759**)"),
+      std::string::npos);
+}
+
+TEST(ClaimsTest, ConclusionsNameTheLowestAndWhatCannotBeToldFromIt) {
+  auto folder = folder_of("unused", 2);
+  for (const char* name : {"packed", "three-way", "head-wise", "qk-1"}) {
+    folder.study.more_seeds[name] = 8;
+  }
+  folder.plan = make_plan(folder.study);
+  const auto results = results_of(folder, [](const PlannedRun& run, int64_t) {
+    const bool low = run.setting == "qk-1" || run.setting == "head-wise";
+    const double effect = low ? -0.03 : run.setting == "v-1" ? -0.5 : 0;  // v-1 is exploratory
+    return seeded(run) + wobble(run) + effect;
+  });
+  std::string text;
+  for (const auto& line : conclusions(analyze(folder, results))) text += line + "\n";
+  EXPECT_NE(text.find(" is lowest: 4.3"), std::string::npos) << text;
+  EXPECT_NE(text.find(" less packed: -0.0"), std::string::npos) << text;
+  EXPECT_NE(text.find("It cannot be told from "), std::string::npos) << text;
+  EXPECT_EQ(text.find("v-1"), std::string::npos) << text;
+  const auto few = folder_of("unused", 2);
+  const auto exploratory =
+      results_of(few, [](const PlannedRun& run, int64_t) { return seeded(run); });
+  EXPECT_NE(conclusions(analyze(few, exploratory)).front().find("exploratory"), std::string::npos);
 }
 
 TEST(TablesTest, TheBestRuleOfARowIsMarked) {

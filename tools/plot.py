@@ -272,6 +272,9 @@ def draw_band(axes, curve: dict, label: str, style: dict, first: float = 0, last
     shown = numpy.unique([*ends, *(step for step in steps if ends[0] <= step <= last)])
     mean, low, high = (numpy.interp(shown, steps, array(curve[k])) for k in ("mean", "low", "high"))
     axes.plot(shown, mean, label=label, linewidth=1.5, **style)
+    measured = (steps >= ends[0]) & (steps <= last)
+    if measured.sum() <= 40:
+        axes.plot(steps[measured], array(curve["mean"])[measured], "o", ms=3, color=style["color"])
     if curve["count"] > 2:
         axes.fill_between(shown, low, high, color=style["color"], alpha=0.13, linewidth=0)
 
@@ -310,20 +313,25 @@ def study_figure1(report: dict):
     names = present(("packed", "three-way", "head-wise"), curves)
     if not names:
         return None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    against = present_baselines(report, "head-wise")
+    width = 2 if against else 1
+    figure, row = plt.subplots(
+        1, width, figsize=(5.5 * width, 4.4), layout="constrained", squeeze=False
+    )
+    left = row[0][0]
     for name in names:
         trained = [step for step in curves[name]["steps"] if step > 0]
         draw_band(left, curves[name], titles[name], style_of(name), first=min(trained, default=0))
-    draw_zero(right)
-    for name in present_baselines(report, "head-wise"):
-        curve = report["differences"][name]["head-wise"]
-        draw_band(right, curve, f"head-wise minus {name}", style_of(name))
     left.set(ylabel="validation loss", title="Validation loss, without step 0")
-    right.set(ylabel="difference", title="Head-wise minus full: below zero, head-wise is better")
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
-    tidy((left, right))
+    for axes in row[0][1:]:
+        draw_zero(axes)
+        for name in against:
+            curve = report["differences"][name]["head-wise"]
+            draw_band(axes, curve, f"head-wise minus {name}", style_of(name))
+        axes.set(ylabel="difference", title="Head-wise minus full: below zero, head-wise is better")
+    for axes in row[0]:
+        axes.legend(frameon=False)
+    tidy(row[0])
     return figure
 
 
@@ -500,8 +508,11 @@ def study(folder: str) -> None:
         "gain": study_gain,
     }
     for name, make in pictures.items():
+        place = path.parent / "figures" / name
+        for suffix in (".png", ".svg"):  # an older one may no longer be true
+            place.with_suffix(suffix).unlink(missing_ok=True)
         if figure := make(report):
-            save(figure, str(path.parent / "figures" / name))
+            save(figure, str(place))
             plt.close(figure)
 
 

@@ -3,9 +3,11 @@
 import inspect
 import pathlib
 import re
+import shutil
 
 import torch
 import transformers
+from running import program
 
 from group_muon import GroupMuon
 
@@ -61,3 +63,15 @@ def test_the_table_of_options_is_complete_and_has_the_right_defaults():
         default = signature[name].default
         shown = words.get(shown.strip(), shown.strip())
         assert shown == str(default) or float(shown) == default, name
+
+
+def test_the_study_file_is_one(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        re.search(r'```\n(base = "small.toml".*?)```', README, re.DOTALL)[1]
+    )
+    shutil.copy(ROOT / "configs/small.toml", tmp_path)
+    listed = program("study", tmp_path / "study.toml", "--list").stdout
+    assert "34 runs, 4 settings" in listed  # 8 + 2 + 2 + 8, noise 8, half-lr 2 × 3
+    every = program("study", ROOT / "configs/table1.toml", "--list").stdout
+    for name in ("qk-4-interval", "v-2-adjacent", "fixed-qk-v-6-random"):
+        assert name in every

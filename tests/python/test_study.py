@@ -118,7 +118,7 @@ def test_list_and_dry_run_change_nothing(finished, tmp_path):
     file = out.parent / "study.toml"
     estimate = program("study", file, "--data", data, "--out", tmp_path / "new", "--dry-run").stdout
     assert "6 of 6 runs are left: 9.22e+03 tokens" in estimate
-    assert re.search(r"about \d+:\d\d, \d+ at a time with \d+ threads? each", estimate)
+    assert re.search(r"about \d+:\d\d minutes, \d+ at a time with \d+ threads? each", estimate)
     assert not (tmp_path / "new").exists()
 
 

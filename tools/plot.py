@@ -432,7 +432,8 @@ def study_effects(report: dict):
     row[0][0].set_ylim(len(shown) - 0.4, -0.6)
     tidy(row.flat)
     for axes in row.flat:
-        axes.set_xlabel("difference: left is better; hollow: exploratory; grey: noise")
+        grey = "; grey: noise" if noise_of(report, 1) else ""
+        axes.set_xlabel(f"difference: left is better; hollow: exploratory{grey}")
     return figure
 
 

@@ -30,6 +30,18 @@ std::string text_if_any(const std::string& path) {
   return text;
 }
 
+// Folders with a run, up to so many levels down. It does not look into them: checkpoints come and go.
+void find_runs(const fs::path& place, int levels, std::vector<std::string>& found) {
+  for (const auto& entry : fs::directory_iterator(place)) {
+    if (!entry.is_directory()) continue;
+    if (fs::exists(entry.path() / "config.toml")) {
+      found.push_back(entry.path().string());
+    } else if (levels > 1 && entry.path().filename() != "checkpoints") {
+      find_runs(entry.path(), levels - 1, found);
+    }
+  }
+}
+
 // Values that no run could be made with, before any is begun.
 void check_configs(const Folder& folder) {
   for (const auto& run : folder.plan) {
@@ -80,13 +92,13 @@ void begin(const Folder& folder) {
 
 std::vector<std::string> runs_without_plan(const Folder& folder) {
   std::vector<std::string> names;
-  if (!fs::is_directory(folder.path)) return names;
-  for (const auto& entry : fs::recursive_directory_iterator(folder.path)) {
-    if (entry.path().filename() != "config.toml") continue;
-    const std::string name = entry.path().parent_path().lexically_relative(folder.path).string();
-    const auto is_it = [&](const PlannedRun& run) { return run.name == name; };
-    if (std::none_of(folder.plan.begin(), folder.plan.end(), is_it)) names.push_back(name);
-  }
+  if (fs::is_directory(folder.path)) find_runs(folder.path, 3, names);
+  const auto is_planned = [&](const std::string& path) {
+    const auto has_it = [&](const PlannedRun& run) { return folder_of(folder, run) == path; };
+    return std::any_of(folder.plan.begin(), folder.plan.end(), has_it);
+  };
+  names.erase(std::remove_if(names.begin(), names.end(), is_planned), names.end());
+  for (auto& name : names) name = fs::path(name).lexically_relative(folder.path).string();
   std::sort(names.begin(), names.end());
   return names;
 }

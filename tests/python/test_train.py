@@ -205,7 +205,7 @@ class TestWhatAPersonSees:
     def test_the_run_folder_holds_the_record(self, tmp_path, data):
         train(data, tmp_path / "run")
         names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
-        assert names == {"checkpoints", "config", "events", "machine", "metrics"}
+        assert names == {"checkpoints", "config", "events", "lock", "machine", "metrics"}
         facts = json.loads((tmp_path / "run/machine.jsonl").read_text())
         assert re.fullmatch(
             r"[0-9a-f]{12}(-dirty)?|unknown|.*-g[0-9a-f]{12}(-dirty)?", facts["commit"]

@@ -1,6 +1,5 @@
 // group-muon: one program, one subcommand a job.
 
-#include <c10/util/Exception.h>
 #include <malloc.h>
 
 #include <CLI/CLI.hpp>
@@ -13,6 +12,7 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "train/config.h"
+#include "train/errors.h"
 
 namespace cli {
 namespace {
@@ -84,9 +84,7 @@ int main(int argc, char** argv) {
     return cli::complain(message.substr(0, message.find(':')) + " wants a value", cli::kWrongUse);
   } catch (const CLI::ParseError& error) {
     return cli::complain(error.what(), cli::kWrongUse);
-  } catch (const c10::Error& error) {
-    return cli::complain(error.what_without_backtrace(), 1);
   } catch (const std::exception& error) {
-    return cli::complain(error.what(), 1);
+    return cli::complain(train::message_of(error), 1);
   }
 }

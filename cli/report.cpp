@@ -2,19 +2,13 @@
 
 #include "study/report.h"
 
-#include <c10/util/Exception.h>
-#include <fcntl.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "study/process.h"
 
 namespace cli {
 namespace {
@@ -38,21 +32,6 @@ std::string find_python(const std::string& given) {
   return fs::exists(GROUP_MUON_PYTHON) ? GROUP_MUON_PYTHON : "python3";
 }
 
-// Its output is ours.
-int run_program(std::vector<std::string> words) {
-  std::vector<char*> arguments;
-  for (auto& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  pid_t process = 0;
-  const int error =
-      posix_spawnp(&process, arguments[0], nullptr, nullptr, arguments.data(), environ);
-  TORCH_CHECK(error == 0, "cannot start ", words[0], ": ", std::strerror(error));
-  int status = 0;
-  while (waitpid(process, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-}
-
 void run(const ReportArguments& arguments) {
   const auto folder = study::open_folder(arguments.folder);
   const std::string out = arguments.out.empty() ? folder.path + "/report" : arguments.out;
@@ -61,7 +40,7 @@ void run(const ReportArguments& arguments) {
   for (const auto& file : report.files) say("wrote " + file);
   if (arguments.no_figures) return;
   const std::string python = find_python(arguments.python), plot = find_plot();
-  if (run_program({python, plot, "study", out}) != 0) {
+  if (study::run_program({python, plot, "study", out}) != 0) {
     say("note: the figures were not drawn; with a Python that has matplotlib: " +
         shell_word(python) + " " + shell_word(plot) + " study " + shell_word(out));
     throw CLI::RuntimeError(1);

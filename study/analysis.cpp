@@ -20,10 +20,10 @@ SettingSummary summarize_setting(
   SettingSummary summary;
   summary.name = setting;
   std::vector<double> losses, speeds, shares, seconds;
-  summary.losses = losses_of(results, setting, variant);
   for (const auto& result : results.runs) {
     if (!result.counts() || result.run.setting != setting || result.run.variant != variant)
       continue;
+    summary.losses[result.run.seed] = result.loss;
     losses.push_back(result.loss);
     speeds.push_back(result.tokens_per_second);
     shares.push_back(result.optimizer_share);

@@ -92,12 +92,10 @@ int64_t checkpoint_bytes(const train::Config& config) {
 
 int64_t memory_of(const train::Config& config) {
   constexpr int64_t kLibraries = 300 << 20;
-  const int64_t micro_batch =
-      config.micro_batch > 0 ? config.micro_batch : std::max<int64_t>(1, 4096 / config.context);
   // Of a token: what a block keeps for its backward pass, and its row of the head's output three times over.
   const int64_t token = config.layers * config.width * 80 + config.vocabulary * 12;
   const int64_t weights = block_parameters(config) + embedding_parameters(config);
-  return kLibraries + 28 * weights + micro_batch * config.context * token;
+  return kLibraries + 28 * weights + config.micro_batch * config.context * token;
 }
 
 Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs, int64_t threads) {
@@ -106,8 +104,9 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
   std::map<std::string, Times> known;
   int64_t largest = 0, largest_checkpoints = 0;
   double longest = 0;
+  const auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
   for (const auto& run : folder.plan) {
-    const auto config = train::resolved(config_of(folder, run, threads, device));
+    const auto config = train::filled_in(config_of(folder, run, threads, device), first);
     cost.runs += 1;
     largest = std::max(largest, memory_of(config));
     const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // and the best

@@ -7,7 +7,7 @@
 
 namespace study {
 
-/// Bytes that a training process needs, about. The config has its vocabulary.
+/// Bytes that a training process needs, about. The config has its vocabulary and micro-batch.
 int64_t memory_of(const train::Config& config);
 
 /// Bytes on disk of one checkpoint.

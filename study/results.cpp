@@ -11,6 +11,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "train/errors.h"
 #include "train/files.h"
 #include "train/train.h"
 
@@ -143,10 +144,8 @@ void add_diagnostics(
   if (!fs::exists(path)) return;
   try {
     result.diagnostics = read_diagnostics(path);
-  } catch (const c10::Error& error) {
-    problems.push_back(result.run.name + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
-    problems.push_back(result.run.name + ": diagnostics.jsonl: " + error.what());
+    problems.push_back(result.run.name + ": diagnostics.jsonl: " + train::message_of(error));
   }
 }
 
@@ -204,10 +203,8 @@ Results read_results(const Folder& folder) {
         TORCH_CHECK_VALUE(difference.empty(), "is another run than the study says: ", difference);
         read_run(path, result);
       }
-    } catch (const c10::Error& error) {
-      complain(error.what_without_backtrace());
     } catch (const std::exception& error) {
-      complain(error.what());
+      complain(train::message_of(error));
     }
     if (result.counts()) add_diagnostics(path + "/diagnostics.jsonl", result, results.problems);
     results.runs.push_back(std::move(result));

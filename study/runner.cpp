@@ -17,6 +17,8 @@
 #include <map>
 #include <thread>
 
+#include "study/process.h"
+#include "train/errors.h"
 #include "train/files.h"
 
 namespace study {
@@ -58,13 +60,7 @@ pid_t start_process(
     }
   }
   if (!gpus.empty()) variables.push_back("CUDA_VISIBLE_DEVICES=" + gpus);
-  const auto pointers = [](std::vector<std::string>& texts) {
-    std::vector<char*> list;
-    for (auto& text : texts) list.push_back(text.data());
-    list.push_back(nullptr);
-    return list;
-  };
-  const auto arguments = pointers(words), environment = pointers(variables);
+  const auto arguments = pointers_of(words), environment = pointers_of(variables);
   // A signal that comes before the run is ready for it waits until it is; it would kill the process otherwise.
   sigset_t stops, before;
   sigemptyset(&stops);
@@ -184,10 +180,11 @@ void Runner::start(Item& item, size_t slot) {
 }
 
 void Runner::fail(Item& item, const std::string& error) {
-  if (status_of(folder_, *item.run).error.empty()) record_error(item.path, error);  // else its own
-  item.status = status_of(folder_, *item.run);
+  if (item.status.error.empty()) {  // else it has left its own
+    record_error(item.path, error);
+    item.status.error = error;
+  }
   item.status.state = RunState::kFailed;
-  if (item.status.error.empty()) item.status.error = error;  // the disk may be full
   if (listener_.failed) listener_.failed(*item.run, item.status.error);
 }
 
@@ -342,11 +339,8 @@ RunEnd run_here(
     record_result(path, outcome.validation_loss);
     drop_checkpoints();
     return RunEnd::kFinished;
-  } catch (const c10::Error& error) {
-    record_error(path, error.what_without_backtrace());
-    throw;
   } catch (const std::exception& error) {
-    record_error(path, error.what());
+    record_error(path, train::message_of(error));
     throw;
   }
 }

@@ -1,18 +1,13 @@
 #include "study/slurm.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
-#include <fcntl.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <sstream>
 
-#include "train/files.h"
+#include "study/process.h"
 
 namespace study {
 namespace {
@@ -72,32 +67,10 @@ std::string slurm_script(
 }
 
 std::string submit(const std::string& script) {
-  int ends[2];
-  TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
-  std::string name = "sbatch", file = script;
-  char* words[] = {name.data(), file.data(), nullptr};
-  pid_t process = 0;
-  const int error = posix_spawnp(&process, words[0], &actions, nullptr, words, environ);
-  posix_spawn_file_actions_destroy(&actions);
-  close(ends[1]);
   std::string text;
-  char buffer[256];
-  for (ssize_t count = 0; (count = read(ends[0], buffer, sizeof buffer)) > 0;) {
-    text.append(buffer, static_cast<size_t>(count));
-  }
-  close(ends[0]);
-  TORCH_CHECK(
-      error == 0, "cannot start sbatch: ", std::strerror(error), ". The script is ", script);
-  int status = 0;
-  waitpid(process, &status, 0);
+  const int code = run_program({"sbatch", script}, &text);
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  TORCH_CHECK(
-      WIFEXITED(status) && WEXITSTATUS(status) == 0, "sbatch did not take the job: ", text,
-      ". The script is ", script);
+  TORCH_CHECK(code == 0, "sbatch did not take the job: ", text, ". The script is ", script);
   return text;
 }
 

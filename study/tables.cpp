@@ -158,41 +158,6 @@ std::string latex_number(const VariantSummary& summary, size_t index) {
   return own + " {\\scriptsize(" + paper + ")}";
 }
 
-}  // namespace
-
-bool is_papers_best_rule(size_t cell) {
-  return table1_cells()[cell].row == "QK" && table1_cells()[cell].rule == "rand.";
-}
-
-bool is_best_rule(const VariantSummary& summary, size_t cell) {
-  const auto& cells = table1_cells();
-  if (cells[cell].group_size < 2) return false;
-  std::vector<const SettingSummary*> rivals;
-  const SettingSummary* own = summary.find(cells[cell].setting);
-  for (const auto& other : cells) {
-    if (other.row != cells[cell].row || other.group_size != cells[cell].group_size) continue;
-    const auto* setting = summary.find(other.setting);
-    if (setting == nullptr) return false;
-    if (setting != own) rivals.push_back(setting);
-  }
-  // Seeds differ more than rules do, so only those count that all rules have.
-  std::vector<int64_t> seeds;
-  for (const auto& [seed, loss] : own->losses) {
-    const auto has = [&](const SettingSummary* rival) { return rival->losses.count(seed) == 1; };
-    if (std::all_of(rivals.begin(), rivals.end(), has)) seeds.push_back(seed);
-  }
-  const auto mean = [&](const SettingSummary* setting) {
-    double sum = 0;
-    for (const int64_t seed : seeds) sum += setting->losses.at(seed);
-    return sum;
-  };
-  return !seeds.empty() && std::all_of(rivals.begin(), rivals.end(), [&](const auto* rival) {
-    return mean(own) < mean(rival);
-  });
-}
-
-namespace {
-
 // How much of the study is there, and what is not.
 void write_state(std::ostream& out, const Results& results) {
   const auto counting = std::count_if(
@@ -235,6 +200,37 @@ void write_table1(std::ostream& out, const Folder& folder, const VariantSummary&
 }
 
 }  // namespace
+
+bool is_papers_best_rule(size_t cell) {
+  return table1_cells()[cell].row == "QK" && table1_cells()[cell].rule == "rand.";
+}
+
+bool is_best_rule(const VariantSummary& summary, size_t cell) {
+  const auto& cells = table1_cells();
+  if (cells[cell].group_size < 2) return false;
+  std::vector<const SettingSummary*> rivals;
+  const SettingSummary* own = summary.find(cells[cell].setting);
+  for (const auto& other : cells) {
+    if (other.row != cells[cell].row || other.group_size != cells[cell].group_size) continue;
+    const auto* setting = summary.find(other.setting);
+    if (setting == nullptr) return false;
+    if (setting != own) rivals.push_back(setting);
+  }
+  // Seeds differ more than rules do, so only those count that all rules have.
+  std::vector<int64_t> seeds;
+  for (const auto& [seed, loss] : own->losses) {
+    const auto has = [&](const SettingSummary* rival) { return rival->losses.count(seed) == 1; };
+    if (std::all_of(rivals.begin(), rivals.end(), has)) seeds.push_back(seed);
+  }
+  const auto mean = [&](const SettingSummary* setting) {
+    double sum = 0;
+    for (const int64_t seed : seeds) sum += setting->losses.at(seed);
+    return sum;
+  };
+  return !seeds.empty() && std::all_of(rivals.begin(), rivals.end(), [&](const auto* rival) {
+    return mean(own) < mean(rival);
+  });
+}
 
 std::string to_markdown(
     const Folder& folder, const Results& results, const Analysis& analysis,

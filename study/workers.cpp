@@ -35,12 +35,10 @@ Workers choose_workers(const Folder& folder, Workers workers) {
   const auto gpus = static_cast<int64_t>(torch::cuda::device_count());
   TORCH_CHECK_VALUE(!cuda || gpus > 0, "--device cuda: this machine has no GPU that torch can use");
   if (workers.jobs == 0) {
-    int64_t largest = 1, vocabulary = 0;
+    const auto first = train::resolved(config_of(folder, folder.plan.front()));
+    int64_t largest = 1;
     for (const auto& run : folder.plan) {
-      auto config = config_of(folder, run);
-      if (vocabulary == 0) vocabulary = train::resolved(config).vocabulary;
-      if (config.vocabulary == 0) config.vocabulary = vocabulary;
-      largest = std::max(largest, memory_of(config));
+      largest = std::max(largest, memory_of(train::filled_in(config_of(folder, run), first)));
     }
     const int64_t fitting = std::max<int64_t>(1, available_memory() * 8 / 10 / largest);
     workers.jobs = cuda ? gpus : std::min(cores(), fitting);

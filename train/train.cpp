@@ -16,6 +16,7 @@
 #include "train/attention.h"
 #include "train/batch.h"
 #include "train/checkpoint.h"
+#include "train/errors.h"
 #include "train/files.h"
 #include "train/machine.h"
 #include "train/metrics.h"
@@ -407,10 +408,8 @@ Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   };
   try {
     return trainer.run();
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(error.what_without_backtrace() + hint());
   } catch (const std::exception& error) {
-    throw std::runtime_error(error.what() + hint());
+    throw std::runtime_error(message_of(error) + hint());
   }
 }
 

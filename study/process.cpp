@@ -1,0 +1,50 @@
+#include "study/process.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace study {
+
+std::vector<char*> pointers_of(std::vector<std::string>& texts) {
+  std::vector<char*> list;
+  for (auto& text : texts) list.push_back(text.data());
+  list.push_back(nullptr);
+  return list;
+}
+
+int run_program(std::vector<std::string> words, std::string* output) {
+  int ends[2] = {-1, -1};
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  if (output != nullptr) {
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
+    posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
+  }
+  const auto arguments = pointers_of(words);
+  pid_t process = 0;
+  const int error =
+      posix_spawnp(&process, arguments[0], &actions, nullptr, arguments.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  if (output != nullptr) {
+    close(ends[1]);
+    char buffer[256];
+    for (ssize_t count = 0; (count = read(ends[0], buffer, sizeof buffer)) > 0;) {
+      output->append(buffer, static_cast<size_t>(count));
+    }
+    close(ends[0]);
+  }
+  TORCH_CHECK(error == 0, "cannot start ", words[0], ": ", std::strerror(error));
+  int status = 0;
+  while (waitpid(process, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
+}  // namespace study

@@ -75,11 +75,16 @@ void compare(const std::string& baseline, VariantSummary& summary) {
 }
 
 VariantSummary summarize_variant(
-    const Results& results, const std::string& name, const train::Settings& options,
-    const std::vector<std::string>& settings) {
+    const Study& study, const Results& results, const std::string& name,
+    const train::Settings& options, const std::vector<std::string>& settings) {
   VariantSummary summary{name, options, {}};
   for (const auto& setting : settings) {
     summary.settings.push_back(summarize_setting(results, setting, name));
+    const Setting& known = find_setting(study, setting);
+    summary.settings.back().title = known.title;
+    const auto is_it = [&](const Setting& own) { return &own == &known; };
+    summary.settings.back().own =
+        std::any_of(study.own_settings.begin(), study.own_settings.end(), is_it);
   }
   for (const std::string baseline : kBaselines) compare(baseline, summary);
   return summary;
@@ -193,10 +198,10 @@ std::vector<Curve> differences_of(
 
 Analysis analyze(const Folder& folder, const Results& results) {
   Analysis analysis;
-  analysis.main = summarize_variant(results, "", {}, folder.study.settings);
+  analysis.main = summarize_variant(folder.study, results, "", {}, folder.study.settings);
   for (const auto& variant : folder.study.variants) {
     analysis.variants.push_back(
-        summarize_variant(results, variant.name, variant.options, variant.settings));
+        summarize_variant(folder.study, results, variant.name, variant.options, variant.settings));
   }
   analysis.noise = measure_noise(folder, results);
   return analysis;

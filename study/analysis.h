@@ -39,7 +39,8 @@ struct Band {
 };
 
 struct SettingSummary {
-  std::string name;
+  std::string name, title;
+  bool own = false;                  // of the study file's own settings
   std::map<int64_t, double> losses;  // by seed
   Summary loss;
   bool exploratory = true;

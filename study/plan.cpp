@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <sstream>
 
-#include "study/settings.h"
 #include "train/toml_file.h"
 
 namespace study {
@@ -41,8 +41,15 @@ std::string name_of(const toml::node& node, const std::string& what) {
   return text->get();
 }
 
-// Names of settings, or table1 for all of them.
-std::vector<std::string> settings_of(const toml::node& node) {
+std::vector<const Setting*> known_settings(const Study& study) {
+  std::vector<const Setting*> all;
+  for (const auto& setting : table1_settings()) all.push_back(&setting);
+  for (const auto& setting : study.own_settings) all.push_back(&setting);
+  return all;
+}
+
+// Names of settings, or table1 for all of it.
+std::vector<std::string> settings_of(const toml::node& node, const Study& study) {
   std::vector<std::string> names;
   if (node.is_string() && node.as_string()->get() == "table1") {
     for (const auto& setting : table1_settings()) names.push_back(setting.name);
@@ -52,7 +59,7 @@ std::vector<std::string> settings_of(const toml::node& node) {
   TORCH_CHECK_VALUE(
       list != nullptr && !list->empty(), "settings should be \"table1\" or a list of names");
   for (const auto& item : *list) {
-    names.push_back(find_setting(name_of(item, "a setting")).name);
+    names.push_back(find_setting(study, name_of(item, "a setting")).name);
     TORCH_CHECK_VALUE(
         std::count(names.begin(), names.end(), names.back()) == 1, "setting '", names.back(),
         "' is listed twice");
@@ -64,7 +71,7 @@ std::string absolute(const fs::path& folder, const std::string& path) {
   return path.empty() ? path : fs::absolute(folder / path).lexically_normal().string();
 }
 
-// Why a key of `group-muon train` has no place in a study file, or nullptr.
+// Why a key of `group-muon train` cannot be the same for all runs, or nullptr.
 const char* why_not(std::string_view key) {
   for (const char* own : {"out", "data", "seed", "threads"}) {
     if (key == own) return "is given to the command, or differs from run to run";
@@ -75,13 +82,25 @@ const char* why_not(std::string_view key) {
   return nullptr;
 }
 
+const char* why_not_of_all(const train::Key& key) { return why_not(key.name); }
+
+// Why it has no place in a setting, or nullptr.
+const char* why_not_of_a_setting(const train::Key& key) {
+  const std::string section = key.section;
+  return section == "muon" || section == "adamw"
+             ? nullptr
+             : "is not the optimizer's, and settings are paired";
+}
+
 // Options of `group-muon train`, checked one by one.
-train::Settings options_of(const toml::table& table, const fs::path& folder) {
+train::Settings options_of(
+    const toml::table& table, const fs::path& folder,
+    const std::function<const char*(const train::Key&)>& refuse) {
   train::Settings options;
   for (const auto& [word, value] : table) {
     const auto& key = train::find_key(word.str());
-    const char* why = why_not(key.name);
-    TORCH_CHECK_VALUE(why == nullptr, "'", key.name, "' is not for a study file: it ", why);
+    const char* why = refuse(key);
+    TORCH_CHECK_VALUE(why == nullptr, "'", key.name, "' has no place here: it ", why);
     std::string text = train::text_of(value, key.name);
     if (std::string_view(key.name) == "init") text = absolute(folder, text);
     options.emplace_back(key.name, text);
@@ -99,9 +118,13 @@ train::Settings base_of(const fs::path& path) {
   return options;
 }
 
-bool is_plain_name(const std::string& name) {
+// Of a folder beside the others.
+void check_name(const std::string& name, const char* what) {
   const auto plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_'; };
-  return !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), plain);
+  TORCH_CHECK_VALUE(
+      !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), plain) &&
+          name != kNoiseVariant && name != "report",
+      what, " is a folder's, of letters, digits and -: '", name, "' cannot be one");
 }
 
 const toml::table& table_of(const toml::node& node, const std::string& name) {
@@ -110,20 +133,44 @@ const toml::table& table_of(const toml::node& node, const std::string& name) {
   return *table;
 }
 
-Variant variant_of(const toml::table& table, const fs::path& folder) {
+const toml::array& tables_of(const toml::node& node, const std::string& name) {
+  const auto* list = node.as_array();
+  TORCH_CHECK_VALUE(list != nullptr, name, " should be tables [[", name, "]]");
+  return *list;
+}
+
+Setting own_setting_of(const toml::table& table, const fs::path& folder) {
+  check_words(table, {"name", "options"});
+  TORCH_CHECK_VALUE(
+      table.contains("name") && table.contains("options"),
+      "a setting of one's own needs a name and options");
+  Setting setting;
+  setting.name = setting.title = name_of(*table.get("name"), "a setting's name");
+  check_name(setting.name, "a setting's name");
+  setting.options =
+      options_of(table_of(*table.get("options"), "options"), folder, why_not_of_a_setting);
+  return setting;
+}
+
+Variant variant_of(const toml::table& table, const fs::path& folder, const Study& study) {
   check_words(table, {"name", "settings", "seeds", "options"});
   Variant variant;
   TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
   variant.name = name_of(*table.get("name"), "a variant's name");
-  TORCH_CHECK_VALUE(
-      is_plain_name(variant.name) && variant.name != kNoiseVariant && variant.name != "report",
-      "a variant's name is a folder's, of letters, digits and -: '", variant.name,
-      "' cannot be one");
+  check_name(variant.name, "a variant's name");
   TORCH_CHECK_VALUE(
       table.contains("settings") && table.contains("options"), "variant '", variant.name,
       "' needs settings and options");
-  variant.settings = settings_of(*table.get("settings"));
-  variant.options = options_of(table_of(*table.get("options"), "options"), folder);
+  variant.settings = settings_of(*table.get("settings"), study);
+  variant.options = options_of(table_of(*table.get("options"), "options"), folder, why_not_of_all);
+  for (const auto& name : variant.settings) {
+    for (const auto& [key, value] : find_setting(study, name).options) {
+      const auto is_it = [&, &key = key](const auto& option) { return option.first == key; };
+      TORCH_CHECK_VALUE(
+          std::none_of(variant.options.begin(), variant.options.end(), is_it), "variant '",
+          variant.name, "' and setting '", name, "' both say ", key);
+    }
+  }
   if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
   return variant;
 }
@@ -139,18 +186,27 @@ int64_t seeds_of_setting(const Study& study, const std::string& setting) {
 
 void read_more_seeds(const toml::table& table, Study& study) {
   for (const auto& [name, value] : table) {
-    const std::string setting = find_setting(std::string(name.str())).name;
+    const std::string setting = find_setting(study, std::string(name.str())).name;
     TORCH_CHECK_VALUE(
         has_setting(study, setting), "more-seeds: '", setting, "' is not among the settings");
     study.more_seeds[setting] = seeds_of(value, setting);
   }
 }
 
+void read_own_settings(const toml::node& node, const fs::path& folder, Study& study) {
+  for (const auto& item : tables_of(node, "own-settings")) {
+    auto setting = own_setting_of(table_of(item, "a setting"), folder);
+    for (const auto* other : known_settings(study)) {
+      TORCH_CHECK_VALUE(
+          other->name != setting.name, "there is a setting '", other->name, "' already");
+    }
+    study.own_settings.push_back(std::move(setting));
+  }
+}
+
 void read_variants(const toml::node& node, const fs::path& folder, Study& study) {
-  const auto* list = node.as_array();
-  TORCH_CHECK_VALUE(list != nullptr, "variants should be tables [[variants]]");
-  for (const auto& item : *list) {
-    auto variant = variant_of(table_of(item, "a variant"), folder);
+  for (const auto& item : tables_of(node, "variants")) {
+    auto variant = variant_of(table_of(item, "a variant"), folder, study);
     for (const auto& other : study.variants) {
       TORCH_CHECK_VALUE(other.name != variant.name, "there are two variants '", variant.name, "'");
     }
@@ -162,7 +218,7 @@ void read_noise(const toml::table& table, Study& study) {
   check_words(table, {"setting", "seeds"});
   TORCH_CHECK_VALUE(
       table.contains("setting") && table.contains("seeds"), "noise needs a setting and seeds");
-  study.noise_setting = find_setting(name_of(*table.get("setting"), "setting")).name;
+  study.noise_setting = find_setting(study, name_of(*table.get("setting"), "setting")).name;
   study.noise_seeds = seeds_of(*table.get("seeds"), "seeds");
   TORCH_CHECK_VALUE(
       has_setting(study, study.noise_setting) &&
@@ -173,8 +229,8 @@ void read_noise(const toml::table& table, Study& study) {
 
 Study study_of(const toml::table& file, const fs::path& folder) {
   check_words(
-      file, {"data", "keep-checkpoints", "base", "settings", "seeds", "options", "more-seeds",
-             "variants", "noise"});
+      file, {"data", "keep-checkpoints", "base", "settings", "own-settings", "seeds", "options",
+             "more-seeds", "variants", "noise"});
   Study study;
   if (const auto* data = file.get("data")) study.data = absolute(folder, name_of(*data, "data"));
   if (const auto* node = file.get("keep-checkpoints")) {
@@ -184,12 +240,16 @@ Study study_of(const toml::table& file, const fs::path& folder) {
   }
   if (const auto* base = file.get("base")) study.options = base_of(folder / name_of(*base, "base"));
   if (const auto* options = file.get("options")) {
-    const auto own = options_of(table_of(*options, "options"), folder);
+    const auto own = options_of(table_of(*options, "options"), folder, why_not_of_all);
     study.options.insert(study.options.end(), own.begin(), own.end());
   }
   TORCH_CHECK_VALUE(
       file.contains("settings"), "which settings? Give settings = \"table1\" or a list");
-  study.settings = settings_of(*file.get("settings"));
+  if (const auto* own = file.get("own-settings")) read_own_settings(*own, folder, study);
+  study.settings = settings_of(*file.get("settings"), study);
+  for (const auto& own : study.own_settings) {
+    if (!has_setting(study, own.name)) study.settings.push_back(own.name);
+  }
   if (const auto* seeds = file.get("seeds")) study.seeds = seeds_of(*seeds, "seeds");
   if (const auto* more = file.get("more-seeds")) {
     read_more_seeds(table_of(*more, "more-seeds"), study);
@@ -204,6 +264,18 @@ Study study_of(const toml::table& file, const fs::path& folder) {
 Study read_study(const std::string& path) {
   return train::read_toml(
       path, [&](const toml::table& file) { return study_of(file, fs::path(path).parent_path()); });
+}
+
+const Setting& find_setting(const Study& study, const std::string& name) {
+  std::vector<std::string> names;
+  for (const auto* setting : known_settings(study)) {
+    if (setting->name == name) return *setting;
+    names.push_back(setting->name);
+  }
+  const std::string near = train::nearest(name, names);
+  TORCH_CHECK_VALUE(
+      false, "there is no setting '", name, "'",
+      near.empty() ? std::string() : c10::str("; did you mean ", near, "?"));
 }
 
 std::string to_toml(const Study& study) {
@@ -228,6 +300,11 @@ std::string to_toml(const Study& study) {
     file.insert(
         "noise", toml::table{{"setting", study.noise_setting}, {"seeds", study.noise_seeds}});
   }
+  toml::array own;
+  for (const auto& setting : study.own_settings) {
+    own.push_back(toml::table{{"name", setting.name}, {"options", table(setting.options)}});
+  }
+  if (!own.empty()) file.insert("own-settings", std::move(own));
   toml::array variants;
   for (const auto& variant : study.variants) {
     variants.push_back(
@@ -253,7 +330,7 @@ std::vector<PlannedRun> make_plan(const Study& study) {
     run.variant = variant;
     run.seed = seed;
     run.options = study.options;
-    for (const auto* list : {&more, &find_setting(setting).options}) {
+    for (const auto* list : {&more, &find_setting(study, setting).options}) {
       run.options.insert(run.options.end(), list->begin(), list->end());
     }
     run.options.emplace_back("seed", std::to_string(seed));

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "study/settings.h"
 #include "train/config.h"
 
 namespace study {
@@ -26,7 +27,8 @@ struct Study {
   std::string data;                           // shards; empty: not said
   bool keep_checkpoints = true;               // of runs that are finished
   train::Settings options;                    // of every run: those of its base, then its own
-  std::vector<std::string> settings;          // names
+  std::vector<Setting> own_settings;          // that the file describes, run like the others
+  std::vector<std::string> settings;          // names, its own among them
   int64_t seeds = 1;                          // of each
   std::map<std::string, int64_t> more_seeds;  // of some
   std::vector<Variant> variants;
@@ -37,6 +39,9 @@ struct Study {
 
 /// Reads one; paths in it are relative to it. Unknown words are errors with the nearest known one.
 Study read_study(const std::string& path);
+
+/// The setting of that name, of Table 1 or of the study's own, or an error with the nearest.
+const Setting& find_setting(const Study& study, const std::string& name);
 
 /// The same as a file that stands by itself.
 std::string to_toml(const Study& study);

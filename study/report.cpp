@@ -50,8 +50,8 @@ Json to_json(const SettingSummary& summary) {
   }
   return {
       {"name", summary.name},
-      {"title", find_setting(summary.name).title},
-      {"ours", summary.name == "three-way"},
+      {"title", summary.title},
+      {"own", summary.own},
       {"count", summary.loss.count},
       {"exploratory", summary.exploratory},
       {"mean", summary.loss.mean},

@@ -1,6 +1,5 @@
 #include "study/settings.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <array>
@@ -107,17 +106,5 @@ const Table& table1() {
 const std::vector<Setting>& table1_settings() { return table1().settings; }
 
 const std::vector<Cell>& table1_cells() { return table1().cells; }
-
-const Setting& find_setting(const std::string& name) {
-  std::vector<std::string> names;
-  for (const auto& setting : table1_settings()) {
-    if (setting.name == name) return setting;
-    names.push_back(setting.name);
-  }
-  const std::string near = train::nearest(name, names);
-  TORCH_CHECK_VALUE(
-      false, "there is no setting '", name, "'",
-      near.empty() ? "" : c10::str("; did you mean ", near, "?"));
-}
 
 }  // namespace study

@@ -18,9 +18,6 @@ struct Setting {
 /// All 33 that Table 1 comes to, in its order, and three-way Full-QKV, which is ours.
 const std::vector<Setting>& table1_settings();
 
-/// The setting of that name, or an error with the nearest.
-const Setting& find_setting(const std::string& name);
-
 /// A number of the paper's table, and the setting that it is of. Rules that come to the same groups share a setting.
 struct Cell {
   std::string row;     // Full-QKV Muon, QK, …

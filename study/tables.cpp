@@ -65,9 +65,8 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
   out << "\n|---|---:|---:|---:|---|---|---:|---:|---|---|---|---:|---:|---|\n";
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
-    out << "| " << find_setting(setting.name).title << (setting.exploratory ? " ᵉ" : "") << " | "
-        << setting.loss.count << " | " << number(setting.loss.mean) << " | "
-        << number(setting.loss.deviation) << " |";
+    out << "| " << setting.title << (setting.exploratory ? " ᵉ" : "") << " | " << setting.loss.count
+        << " | " << number(setting.loss.mean) << " | " << number(setting.loss.deviation) << " |";
     for (const char* baseline : kBaselines) {
       const auto found = setting.against.find(baseline);
       if (found == setting.against.end()) {
@@ -119,7 +118,7 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
   const auto plain = [](double value) { return std::isfinite(value) ? format("%.9g", value) : ""; };
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
-    out << summary.name << "," << setting.name << ",\"" << find_setting(setting.name).title << "\","
+    out << summary.name << "," << setting.name << ",\"" << setting.title << "\","
         << setting.loss.count << "," << (setting.exploratory ? "yes" : "no") << ","
         << plain(setting.loss.mean) << "," << plain(setting.loss.deviation);
     for (const char* baseline : kBaselines) {

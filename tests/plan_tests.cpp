@@ -72,6 +72,36 @@ TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {
   EXPECT_ERROR_SAYS(find_run(runs, "packed/sed-1"), "did you mean packed/seed-1?");
 }
 
+TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
+  write("[model]\nheads = 8\nwidth = 64\n[muon]\nqk-group = \"2\"\nmomentum = 0.9\n", "base.toml");
+  const auto study = read_study(write(
+      "base = \"base.toml\"\nsettings = [\"three-way\"]\n"
+      "[[own-settings]]\nname = \"growing\"\n"
+      "options = { qk-group = \"1@0,4:random@100\", v-group = \"8\" }\n"
+      "[[own-settings]]\nname = \"slow\"\noptions = { momentum = 0.99 }\n"
+      "[more-seeds]\ngrowing = 2\n"
+      "[[variants]]\nname = \"long\"\nsettings = [\"growing\"]\noptions = { steps = 9000 }\n"));
+  const auto again = read_study(write(to_toml(study), "again.toml"));
+  for (const auto* one : {&study, &again}) {
+    const auto runs = make_plan(*one);
+    std::vector<std::string> names;
+    for (const auto& run : runs) names.push_back(run.name);
+    EXPECT_EQ(
+        names, (std::vector<std::string>{
+                   "three-way/seed-0", "growing/seed-0", "slow/seed-0", "long/growing/seed-0",
+                   "growing/seed-1"}));
+    const auto growing = train::configure(find_run(runs, "long/growing/seed-0").options);
+    EXPECT_EQ(growing.qk_group, "1@0,4:random@100");
+    EXPECT_EQ(growing.v_group, "8");
+    EXPECT_EQ(growing.momentum, 0.9);
+    EXPECT_EQ(growing.steps, 9000);
+    const auto slow = train::configure(find_run(runs, "slow/seed-0").options);
+    EXPECT_EQ(slow.momentum, 0.99);
+    EXPECT_EQ(slow.qk_group, train::Config().qk_group) << "nothing of the base's groups";
+  }
+  EXPECT_ERROR_SAYS(find_setting(study, "grwing"), "did you mean growing?");
+}
+
 TEST_F(PlanTest, ThePapersStudyHasIts37CellsAndOursByName) {
   const auto study = read_study(GROUP_MUON_SOURCE "/configs/table1.toml");
   std::set<std::string> settings, cells;
@@ -129,7 +159,7 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says("settings = \"table1\"\nseeds = 0", "from 1 to 1000");
   says("settings = \"table1\"\n[options]\nstps = 3", "did you mean 'steps'?");
   says("settings = \"table1\"\n[options]\nsteps = \"many\"", "steps should be a whole number");
-  says("settings = \"table1\"\n[options]\nseed = 3", "'seed' is not for a study file");
+  says("settings = \"table1\"\n[options]\nseed = 3", "'seed' has no place here");
   says("settings = \"table1\"\n[more-seeds]\npaked = 3", "did you mean packed?");
   says("settings = \"table1\"\n[noise]\nsetting = \"packed\"", "needs a setting and seeds");
   says(
@@ -146,6 +176,18 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says("settings = [\"packed\"]\n[noise]\nsetting = \"packed\"\nseeds = 2", "does not have");
   says("settings = \"table1\"\nbase = \"nowhere.toml\"", "nowhere.toml");
   says("settings = ", "study.toml");
+  const auto says_of_own = [&](const std::string& text, const char* words) {
+    says("settings = \"table1\"\n[[own-settings]]\n" + text, words);
+  };
+  says_of_own("name = \"a\"", "needs a name and options");
+  says_of_own("name = \"a/b\"\noptions = {}", "cannot be one");
+  says_of_own("name = \"packed\"\noptions = {}", "there is a setting 'packed' already");
+  says_of_own("name = \"a\"\noptions = { qk-grup = \"4\" }", "did you mean 'qk-group'?");
+  says_of_own("name = \"a\"\noptions = { steps = 3 }", "'steps' has no place here");
+  says_of_own(
+      "name = \"a\"\noptions = { muon-lr = 1e-3 }\n"
+      "[[variants]]\nname = \"b\"\nsettings = [\"a\"]\noptions = { muon-lr = 2e-3 }",
+      "both say muon-lr");
   EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");
 }
 

@@ -3,6 +3,7 @@
 #include <map>
 #include <set>
 
+#include "study/plan.h"
 #include "study/settings.h"
 #include "testing.h"
 #include "train/recipe.h"
@@ -25,7 +26,7 @@ TEST(SettingsTest, TheTableHas37CellsOf33Runs) {
   std::set<std::string> used;
   for (const auto& cell : table1_cells()) {
     ++rows[cell.row];
-    used.insert(find_setting(cell.setting).name);
+    used.insert(cell.setting);
     EXPECT_GT(cell.paper, 3.27);
     EXPECT_LT(cell.paper, 3.281);
   }
@@ -66,7 +67,7 @@ TEST(SettingsTest, CellsAreWhatThePaperPrints) {
   EXPECT_EQ(paper("QK", "adj.", 1).setting, "qk-1");
   EXPECT_EQ(paper("QK", "int.", 1).setting, "qk-1");
   EXPECT_EQ(paper("QK", "rand.", 1).setting, "qk-1");
-  const auto options = find_setting("fixed-qk-v-3-random").options;
+  const auto options = find_setting({}, "fixed-qk-v-3-random").options;
   EXPECT_EQ(
       options, (train::Settings{
                    {"qkv", "three-way"},
@@ -76,7 +77,7 @@ TEST(SettingsTest, CellsAreWhatThePaperPrints) {
 }
 
 TEST(SettingsTest, AMisspeltNameGetsTheNearest) {
-  EXPECT_ERROR_SAYS(find_setting("qk-6-rndom"), "did you mean qk-6-random?");
+  EXPECT_ERROR_SAYS(find_setting({}, "qk-6-rndom"), "did you mean qk-6-random?");
 }
 
 }  // namespace

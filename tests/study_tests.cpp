@@ -226,6 +226,45 @@ TEST(ClaimsTest, NothingIsClaimedOfNoiseOrOfNothing) {
       std::string::npos);
 }
 
+TEST(ClaimsTest, TheBestGroupingIsOneWhoseIntervalsSaySo) {
+  auto folder = folder_of("unused", 1);
+  for (const char* name : {"packed", "three-way", "head-wise", "qk-1"}) {
+    folder.study.more_seeds[name] = 8;
+  }
+  folder.plan = make_plan(folder.study);
+  const auto results = results_of(folder, [](const PlannedRun& run, int64_t) {
+    const double effect = run.setting == "qk-1"            ? -0.03
+                          : run.setting == "qk-2-adjacent" ? -0.04
+                                                           : 0;
+    return seeded(run) + wobble(run) + effect;
+  });
+  const auto claim = check_claims(folder, results, analyze(folder, results))[5];
+  EXPECT_EQ(claim.verdict, Verdict::kSupported);
+  EXPECT_EQ(claim.evidence[0].rfind("qk-1 less packed: -0.0", 0), 0) << claim.evidence[0];
+  EXPECT_NE(claim.evidence[0].find("8 seeds"), std::string::npos) << "not one of a single seed";
+}
+
+TEST(ClaimsTest, NormsThatAreLargerHalfOfTheTimeDecideNothing) {
+  const auto folder = folder_of("unused", 1);
+  auto results = results_of(folder, [](const PlannedRun& run, int64_t) { return seeded(run); });
+  for (const char* grouping : {"three-way", "1"}) {
+    DiagnosticSeries series;
+    series.of = "momentum";
+    series.grouping = grouping;
+    series.steps = {0, 100};
+    series.rank_ratio = series.rank_ratio_machine = {1, 1};
+    series.squared_norm_ratio = {0.7, 0.7};
+    series.larger_norms = 0.55;
+    results.runs.front().diagnostics.push_back(series);
+  }
+  const auto verdict = [&] {
+    return verdict_of(check_claims(folder, results, analyze(folder, results)), 8);
+  };
+  EXPECT_EQ(verdict(), Verdict::kUndecided);
+  results.runs.front().diagnostics.back().larger_norms = 0.8;
+  EXPECT_EQ(verdict(), Verdict::kSupported);
+}
+
 TEST(ClaimsTest, ConclusionsNameTheLowestAndWhatCannotBeToldFromIt) {
   auto folder = folder_of("unused", 2);
   for (const char* name : {"packed", "three-way", "head-wise", "qk-1"}) {

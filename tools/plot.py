@@ -250,6 +250,11 @@ SHADES = {
 LINES = {"adjacent": (0, (5, 2)), "interval": (0, (1, 1.5))}
 
 
+def own_settings(report: dict) -> tuple:
+    """Those that the study file itself describes."""
+    return tuple(one["name"] for one in report["settings"] if one["own"])
+
+
 def style_of(name: str) -> dict:
     parts = re.fullmatch(r"(fixed-qk-v|qk|v)-(\d+)(?:-(\w+))?", name)
     if parts and int(parts[2]) in SIZES:
@@ -370,7 +375,7 @@ def study_figure2(report: dict):
 
 def study_differences(report: dict):
     titles, differences = titles_of(report), report["differences"]
-    names = ("packed", "three-way", "head-wise", "qk-1", "qk-6-random")
+    names = ("packed", "three-way", "head-wise", "qk-1", "qk-6-random", *own_settings(report))
     bases = [base for base in BASELINES if present(names, differences.get(base, {}))]
     if not bases:
         return None

@@ -71,7 +71,7 @@ def test_the_study_file_is_one(tmp_path):
     )
     shutil.copy(ROOT / "configs/small.toml", tmp_path)
     listed = program("study", tmp_path / "study.toml", "--list").stdout
-    assert "34 runs, 4 settings" in listed  # 8 + 2 + 2 + 8, noise 8, half-lr 2 × 3
+    assert "36 runs, 5 settings" in listed  # 8 + 2 + 2 + 8 + 2, noise 8, half-lr 2 × 3
     every = program("study", ROOT / "configs/table1.toml", "--list").stdout
     for name in ("qk-4-interval", "v-2-adjacent", "fixed-qk-v-6-random"):
         assert name in every

@@ -30,6 +30,10 @@ validation-tokens = 512
 checkpoint-interval = 0
 muon-lr = 1e-3
 
+[[own-settings]]
+name = "qk-growing"
+options = { qk-group = "1@0,12@6" }
+
 [noise]
 setting = "packed"
 seeds = 2
@@ -92,7 +96,7 @@ def test_numbers_are_those_of_the_runs(study):
     assert report["curves"]["packed"]["steps"] == [0, 2, 4, 6, 8, 10, 12]
     assert 0 < setting(report, "packed")["cost"]["optimizer_share"] < 1
     assert report["counts"] == {
-        "planned": 16, "finished": 15, "running": 0, "failed": 1, "unreadable": 0, "waiting": 0
+        "planned": 18, "finished": 17, "running": 0, "failed": 1, "unreadable": 0, "waiting": 0
     }  # fmt: skip
     assert {run["run"] for run in report["diagnostics"]} == {"diagnosed/three-way/seed-0"}
     assert [claim["number"] for claim in report["claims"]] == list(range(1, 9))
@@ -107,7 +111,7 @@ def test_tables_have_the_papers_layout(study):
     latex = (study / "report/table.tex").read_text()
     assert latex.count(r"\multirow{3}{*}{QK}") == 1 and latex.count("\\midrule") == 5
     rows = list(csv.reader((study / "report/table.csv").open()))
-    assert len(rows) == 1 + 5 + 2 + 1  # the exploding one has no result
+    assert len(rows) == 1 + 6 + 2 + 1  # the exploding one has no result
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
@@ -147,7 +151,7 @@ def test_a_study_that_has_just_begun_has_a_report(copy, study):
     for path in copy.rglob("seed-*"):
         shutil.rmtree(path)
     program("report", copy)
-    assert data_of(copy)["counts"]["waiting"] == 16
+    assert data_of(copy)["counts"]["waiting"] == 18
     assert "no study in" in program("report", study / "packed", check=False).stderr
 
 
@@ -193,6 +197,19 @@ def test_hovering_a_curve_shows_its_value(study):
         step = int(re.search(r"step (\d+)", text).group(1))
         band = report["differences"]["packed"]["qk-6-random"]
         assert f"{band['mean'][band['steps'].index(step)]:.5f}" in text
+        assert problems == []
+
+
+@browser
+def test_settings_of_the_studys_own_stand_beside_the_papers(study):
+    assert [one["name"] for one in data_of(study)["settings"] if one["own"]] == ["qk-growing"]
+    assert "| qk-growing ᵉ | 2 |" in (study / "report/table.md").read_text()
+    assert "qk-growing" in (study / "report/figures/differences.svg").read_text()
+    with open_page(study / "report/report.html") as (page, problems):
+        assert "qk-growing (of this study)" in page.locator("#table1").inner_text()
+        chips = page.locator("#differences .chips", has_text="Of this study")
+        assert chips.get_by_role("checkbox").is_checked()
+        assert "qk-growing" in hover_curve(page, "#differences", "qk-growing")
         assert problems == []
 
 

@@ -9,6 +9,7 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "study/process.h"
+#include "train/errors.h"
 
 namespace cli {
 namespace {
@@ -40,7 +41,13 @@ void run(const ReportArguments& arguments) {
   for (const auto& file : report.files) say("wrote " + file);
   if (arguments.no_figures) return;
   const std::string python = find_python(arguments.python), plot = find_plot();
-  if (study::run_program({python, plot, "study", out}) != 0) {
+  int code = 1;
+  try {
+    code = study::run_program({python, plot, "study", out});
+  } catch (const std::exception& error) {
+    say(train::message_of(error));
+  }
+  if (code != 0) {
     say("note: the figures were not drawn; with a Python that has matplotlib: " +
         shell_word(python) + " " + shell_word(plot) + " study " + shell_word(out));
     throw CLI::RuntimeError(1);

@@ -204,6 +204,7 @@ void run(const StudyArguments& arguments) {
   const bool runs = !arguments.list && !arguments.dry_run && !arguments.slurm;
   if (runs) catch_stop_signals();
   const auto folder = folder_of(arguments);
+  study::check_configs(folder);
   if (arguments.list) return list(folder);
   if (!arguments.dry_run) {
     study::begin(folder);

@@ -80,11 +80,10 @@ VariantSummary summarize_variant(
   VariantSummary summary{name, options, {}};
   for (const auto& setting : settings) {
     summary.settings.push_back(summarize_setting(results, setting, name));
-    const Setting& known = find_setting(study, setting);
-    summary.settings.back().title = known.title;
-    const auto is_it = [&](const Setting& own) { return &own == &known; };
-    summary.settings.back().own =
-        std::any_of(study.own_settings.begin(), study.own_settings.end(), is_it);
+    summary.settings.back().title = find_setting(study, setting).title;
+    for (const auto& own : study.own_settings) {
+      if (own.name == setting) summary.settings.back().own = own.options;
+    }
   }
   for (const std::string baseline : kBaselines) compare(baseline, summary);
   return summary;

@@ -40,7 +40,7 @@ struct Band {
 
 struct SettingSummary {
   std::string name, title;
-  bool own = false;                  // of the study file's own settings
+  train::Settings own;               // its options, if the study file itself describes it
   std::map<int64_t, double> losses;  // by seed
   Summary loss;
   bool exploratory = true;

@@ -15,8 +15,12 @@ struct Claim {
   int number = 0;
   std::string text;
   Verdict verdict = Verdict::kUndecided;
-  std::vector<std::string> evidence;  // sentences with numbers, and what decides
+  bool exploratory = false;                // the verdict rests on fewer than kEnoughSeeds
+  std::vector<std::string> evidence = {};  // sentences with numbers, and what decides
 };
+
+/// The verdict, and whether it is exploratory.
+std::string words_of(const Claim& claim);
 
 /// Where a mean difference over training comes to stay above zero, having been below: between these two validations;
 /// {-1, -1} if it does not.

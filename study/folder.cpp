@@ -42,17 +42,6 @@ void find_runs(const fs::path& place, int levels, std::vector<std::string>& foun
   }
 }
 
-// Values that no run could be made with, before any is begun.
-void check_configs(const Folder& folder) {
-  for (const auto& run : folder.plan) {
-    try {
-      train::check(config_of(folder, run));
-    } catch (const c10::Error& error) {
-      TORCH_CHECK_VALUE(false, run.name, ": ", error.what_without_backtrace());
-    }
-  }
-}
-
 }  // namespace
 
 Folder open_folder(const std::string& path) {
@@ -65,6 +54,16 @@ Folder open_folder(const std::string& path) {
 
 Folder planned_folder(const Study& study, const std::string& path) {
   return {train::normal_path(path), study, make_plan(study)};
+}
+
+void check_configs(const Folder& folder) {
+  for (const auto& run : folder.plan) {
+    try {
+      train::check(config_of(folder, run));
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_VALUE(false, run.name, ": ", error.what_without_backtrace());
+    }
+  }
 }
 
 void refuse_changes(const Folder& folder) {
@@ -165,7 +164,7 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
   status.fraction = fraction_done(folder, run);
   if (train::is_locked(path)) {
     status.state = RunState::kRunning;
-  } else if (status.error = text_if_any(path + kError); !status.error.empty()) {
+  } else if (status.error = read_error(path); !status.error.empty()) {
     status.state = RunState::kFailed;
   }
   return status;
@@ -202,7 +201,7 @@ void record_error(const std::string& run_folder, const std::string& error) {
   }
 }
 
-bool has_error(const std::string& run_folder) { return fs::exists(run_folder + kError); }
+std::string read_error(const std::string& run_folder) { return text_if_any(run_folder + kError); }
 
 void forget_error(const std::string& run_folder) { fs::remove(run_folder + kError); }
 

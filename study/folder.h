@@ -28,6 +28,9 @@ void begin(const Folder& folder);
 /// Runs in the folder that the study has no more.
 std::vector<std::string> runs_without_plan(const Folder& folder);
 
+/// Refuses values that no run could be made with, before any is begun.
+void check_configs(const Folder& folder);
+
 /// Refuses runs that the study now says otherwise.
 void refuse_changes(const Folder& folder);
 
@@ -62,7 +65,8 @@ bool has_result(const std::string& run_folder);
 void record_result(const std::string& run_folder, double validation_loss);
 /// On a full disk, too, it only says so: it should not hide the error itself.
 void record_error(const std::string& run_folder, const std::string& error);
-bool has_error(const std::string& run_folder);
+/// Empty if there is none.
+std::string read_error(const std::string& run_folder);
 void forget_error(const std::string& run_folder);
 
 }  // namespace study

@@ -73,7 +73,7 @@ std::string absolute(const fs::path& folder, const std::string& path) {
 
 // Why a key of `group-muon train` cannot be the same for all runs, or nullptr.
 const char* why_not(std::string_view key) {
-  for (const char* own : {"out", "data", "seed", "threads"}) {
+  for (const char* own : {"out", "data", "seed", "threads", "perturb"}) {
     if (key == own) return "is given to the command, or differs from run to run";
   }
   for (const char* own : {"qkv", "qk-group", "k-group", "v-group"}) {
@@ -112,19 +112,35 @@ train::Settings options_of(
 // A configuration file of `group-muon train`, but for what the study decides.
 train::Settings base_of(const fs::path& path) {
   train::Settings options;
-  for (const auto& option : train::read_settings(path.string())) {
-    if (why_not(option.first) == nullptr) options.push_back(option);
+  for (auto [key, value] : train::read_settings(path.string())) {
+    if (why_not(key) != nullptr) continue;
+    if (key == "init" && !value.empty()) value = fs::absolute(value).lexically_normal().string();
+    options.emplace_back(key, value);
   }
   return options;
 }
 
-// Of a folder beside the others.
+// Of a folder beside the others, and a word of command lines.
 void check_name(const std::string& name, const char* what) {
   const auto plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_'; };
   TORCH_CHECK_VALUE(
       !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), plain) &&
-          name != kNoiseVariant && name != "report",
-      what, " is a folder's, of letters, digits and -: '", name, "' cannot be one");
+          name.front() != '-',
+      what, " is a folder's, of at most 64 letters, digits, - and _, with no - first: '", name,
+      "' cannot be one");
+  for (const char* taken : {kNoiseVariant, "report", "lock"}) {
+    TORCH_CHECK_VALUE(name != taken, what, " cannot be '", name, "': that folder is the study's");
+  }
+}
+
+// Says of what an error speaks.
+template <class Action>
+auto within(const std::string& what, const Action& action) {
+  try {
+    return action();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(false, what, ": ", error.what_without_backtrace());
+  }
 }
 
 const toml::table& table_of(const toml::node& node, const std::string& name) {
@@ -140,38 +156,49 @@ const toml::array& tables_of(const toml::node& node, const std::string& name) {
 }
 
 Setting own_setting_of(const toml::table& table, const fs::path& folder) {
-  check_words(table, {"name", "options"});
-  TORCH_CHECK_VALUE(
-      table.contains("name") && table.contains("options"),
-      "a setting of one's own needs a name and options");
+  TORCH_CHECK_VALUE(table.contains("name"), "a setting of one's own needs a name");
   Setting setting;
   setting.name = setting.title = name_of(*table.get("name"), "a setting's name");
   check_name(setting.name, "a setting's name");
-  setting.options =
-      options_of(table_of(*table.get("options"), "options"), folder, why_not_of_a_setting);
+  within("setting '" + setting.name + "'", [&] {
+    check_words(table, {"name", "options"});
+    const auto* options = table.get("options");
+    TORCH_CHECK_VALUE(options != nullptr, "it needs options");
+    setting.options = options_of(table_of(*options, "options"), folder, why_not_of_a_setting);
+    TORCH_CHECK_VALUE(!setting.options.empty(), "it needs options");
+    // qkv = packed undoes what groups were said before it; so it comes first, and they are noticed.
+    std::stable_partition(setting.options.begin(), setting.options.end(), [](const auto& option) {
+      return option.first == "qkv";
+    });
+    return 0;
+  });
   return setting;
 }
 
-Variant variant_of(const toml::table& table, const fs::path& folder, const Study& study) {
-  check_words(table, {"name", "settings", "seeds", "options"});
-  Variant variant;
-  TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
-  variant.name = name_of(*table.get("name"), "a variant's name");
-  check_name(variant.name, "a variant's name");
-  TORCH_CHECK_VALUE(
-      table.contains("settings") && table.contains("options"), "variant '", variant.name,
-      "' needs settings and options");
-  variant.settings = settings_of(*table.get("settings"), study);
-  variant.options = options_of(table_of(*table.get("options"), "options"), folder, why_not_of_all);
-  for (const auto& name : variant.settings) {
-    for (const auto& [key, value] : find_setting(study, name).options) {
-      const auto is_it = [&, &key = key](const auto& option) { return option.first == key; };
-      TORCH_CHECK_VALUE(
-          std::none_of(variant.options.begin(), variant.options.end(), is_it), "variant '",
-          variant.name, "' and setting '", name, "' both say ", key);
+void check_apart(const Variant& variant, const Setting& setting) {
+  for (const auto& [key, value] : setting.options) {
+    for (const auto& [other, text] : variant.options) {
+      TORCH_CHECK_VALUE(key != other, "setting '", setting.name, "' says ", key, ", too");
     }
   }
-  if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
+}
+
+Variant variant_of(const toml::table& table, const fs::path& folder, const Study& study) {
+  TORCH_CHECK_VALUE(table.contains("name"), "a variant needs a name");
+  Variant variant;
+  variant.name = name_of(*table.get("name"), "a variant's name");
+  check_name(variant.name, "a variant's name");
+  within("variant '" + variant.name + "'", [&] {
+    check_words(table, {"name", "settings", "seeds", "options"});
+    TORCH_CHECK_VALUE(
+        table.contains("settings") && table.contains("options"), "it needs settings and options");
+    variant.settings = settings_of(*table.get("settings"), study);
+    variant.options =
+        options_of(table_of(*table.get("options"), "options"), folder, why_not_of_all);
+    for (const auto& name : variant.settings) check_apart(variant, find_setting(study, name));
+    if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
+    return 0;
+  });
   return variant;
 }
 
@@ -190,6 +217,9 @@ void read_more_seeds(const toml::table& table, Study& study) {
     TORCH_CHECK_VALUE(
         has_setting(study, setting), "more-seeds: '", setting, "' is not among the settings");
     study.more_seeds[setting] = seeds_of(value, setting);
+    TORCH_CHECK_VALUE(
+        study.more_seeds[setting] >= study.seeds, "more-seeds: '", setting, "' has ", study.seeds,
+        " seeds already, as all have");
   }
 }
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 
 namespace study {
@@ -18,12 +19,17 @@ std::vector<char*> pointers_of(std::vector<std::string>& texts) {
   return list;
 }
 
+void expect_children() { std::signal(SIGCHLD, SIG_DFL); }
+
 int run_program(std::vector<std::string> words, std::string* output) {
+  expect_children();
   int ends[2] = {-1, -1};
+  if (output != nullptr) {
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
+  }
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   if (output != nullptr) {
-    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
     posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
     posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
   }
@@ -42,9 +48,11 @@ int run_program(std::vector<std::string> words, std::string* output) {
   }
   TORCH_CHECK(error == 0, "cannot start ", words[0], ": ", std::strerror(error));
   int status = 0;
-  while (waitpid(process, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+  pid_t ended = 0;
+  do {
+    ended = waitpid(process, &status, 0);
+  } while (ended < 0 && errno == EINTR);
+  return ended == process && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
 }
 
 }  // namespace study

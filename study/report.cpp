@@ -48,10 +48,12 @@ Json to_json(const SettingSummary& summary) {
     const auto found = summary.against.find(baseline);
     against[baseline] = found == summary.against.end() ? Json() : to_json(found->second);
   }
+  Json own;
+  for (const auto& [key, value] : summary.own) own[key] = value;
   return {
       {"name", summary.name},
       {"title", summary.title},
-      {"own", summary.own},
+      {"own", own},
       {"count", summary.loss.count},
       {"exploratory", summary.exploratory},
       {"mean", summary.loss.mean},
@@ -185,6 +187,7 @@ Json to_json(const std::vector<Claim>& claims) {
         {{"number", claim.number},
          {"claim", claim.text},
          {"verdict", to_string(claim.verdict)},
+         {"words", words_of(claim)},
          {"evidence", claim.evidence}});
   }
   return list;

@@ -152,14 +152,18 @@ void add_diagnostics(
 // Runs of one study should be alike in what depends on the machine, too.
 void note_mixtures(Results& results) {
   for (const char* key : {"method", "kernels", "threads", "device"}) {
-    std::set<std::string> values;
+    std::map<std::string, std::set<std::string>> values;  // by what was planned
     for (const auto& result : results.runs) {
-      if (result.counts()) values.insert(result.config.at(key));
+      if (!result.counts()) continue;
+      const auto planned = train::configure(result.run.options);
+      values[train::get(planned, train::find_key(key))].insert(result.config.at(key));
     }
-    if (values.size() < 2) continue;
-    std::string list;
-    for (const auto& value : values) list += (list.empty() ? "" : ", ") + value;
-    results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
+    for (const auto& [planned, found] : values) {
+      if (found.size() < 2) continue;
+      std::string list;
+      for (const auto& value : found) list += (list.empty() ? "" : ", ") + value;
+      results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
+    }
   }
 }
 

@@ -180,6 +180,7 @@ void Runner::start(Item& item, size_t slot) {
 }
 
 void Runner::fail(Item& item, const std::string& error) {
+  item.status.error = read_error(item.path);
   if (item.status.error.empty()) {  // else it has left its own
     record_error(item.path, error);
     item.status.error = error;
@@ -276,7 +277,11 @@ bool Runner::care_for(Item& item, bool look_around, bool stopping) {
   if (look_around && item.process != 0) item.status.fraction = fraction_done(folder_, *item.run);
   const auto slot = std::find(taken_.begin(), taken_.end(), false);
   if (is(RunState::kWaiting) && !stopping && slot != taken_.end()) {
-    start(item, static_cast<size_t>(slot - taken_.begin()));
+    try {
+      start(item, static_cast<size_t>(slot - taken_.begin()));
+    } catch (const std::exception& error) {  // and the others go on
+      fail(item, train::message_of(error));
+    }
   }
   return is(RunState::kWaiting) || is(RunState::kRunning);
 }
@@ -322,7 +327,8 @@ RunEnd run_here(
     drop_checkpoints();  // it may have been killed before it could
     return RunEnd::kFinished;
   }
-  if (!retry && has_error(path)) return RunEnd::kFailedBefore;  // while we waited for the lock
+  if (!retry && !read_error(path).empty())
+    return RunEnd::kFailedBefore;  // while we waited for the lock
   forget_error(path);
   try {
     check_data(folder);
@@ -347,7 +353,7 @@ RunEnd run_here(
 
 StudyProgress run_all(
     const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener) {
-  std::signal(SIGCHLD, SIG_DFL);  // else there is no knowing how a process ended
+  expect_children();
   return Runner(folder, workers, retry, listener).run();
 }
 

@@ -246,6 +246,11 @@ std::string to_markdown(
          "be "
       << "below 2^(1-n), however large the effect.\n\n";
   write_settings(out, analysis.main);
+  for (const auto& setting : folder.study.own_settings) {
+    out << setting.name << ", of this study:";
+    for (const auto& [key, value] : setting.options) out << " `" << key << " = " << value << "`";
+    out << "\n\n";
+  }
   if (analysis.noise) {
     const auto& noise = *analysis.noise;
     out << "Noise: " << noise.setting
@@ -264,8 +269,7 @@ std::string to_markdown(
   out << "# Claims of the paper\n\nOn this model, text and length of training only.\n\n| | claim | "
          "verdict | evidence |\n|---:|---|---|---|\n";
   for (const auto& claim : claims) {
-    out << "| " << claim.number << " | " << claim.text << " | " << to_string(claim.verdict)
-        << " | ";
+    out << "| " << claim.number << " | " << claim.text << " | " << words_of(claim) << " | ";
     for (size_t i = 0; i < claim.evidence.size(); ++i) {
       out << (i == 0 ? "" : "<br>") << claim.evidence[i];
     }
@@ -307,6 +311,16 @@ std::string to_latex(const Analysis& analysis) {
   if (const auto* ours = analysis.main.find("three-way"); ours != nullptr && ours->loss.count > 0) {
     out << "\\multicolumn{2}{l}{Full-QKV Muon, three-way (not in the paper)} & \\multicolumn{5}{c}{"
         << number(ours->loss.mean) << latex_spread(*ours) << "} \\\\\n";
+  }
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.own.empty() || setting.loss.count == 0) continue;
+    std::string name;
+    for (const char letter : setting.title) {
+      if (letter == '_') name += '\\';
+      name += letter;
+    }
+    out << "\\multicolumn{2}{l}{" << name << " (of this study)} & \\multicolumn{5}{c}{"
+        << number(setting.loss.mean) << latex_spread(setting) << "} \\\\\n";
   }
   out << "\\midrule\nGroupMuon & Rule & $g=1$ & $g=2$ & $g=3$ & $g=4$ & $g=6$ \\\\\n";
   const auto rows = grouped_rows();

@@ -1,8 +1,10 @@
 // Study files: what they come to, and what is wrong with bad ones.
 
+#include <filesystem>
 #include <fstream>
 #include <set>
 
+#include "study/folder.h"
 #include "study/plan.h"
 #include "study/settings.h"
 #include "testing.h"
@@ -102,6 +104,22 @@ TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
   EXPECT_ERROR_SAYS(find_setting(study, "grwing"), "did you mean growing?");
 }
 
+TEST_F(PlanTest, GroupsOfAPackedMatrixAreNoticed) {
+  const auto folder = planned_folder(
+      read_study(write(
+          "settings = [\"packed\"]\n[options]\nvocabulary = 64\n[[own-settings]]\n"
+          "name = \"a\"\noptions = { qkv = \"packed\", qk-group = \"1\" }\n")),
+      folder_ / "out");
+  EXPECT_ERROR_SAYS(check_configs(folder), "a/seed-0: ");
+}
+
+TEST_F(PlanTest, WeightsOfABaseAreFoundFromWhereTheStudyBegins) {
+  write("[model]\ninit = \"weights/run\"\n", "base.toml");
+  const auto study = read_study(write("base = \"base.toml\"\nsettings = [\"packed\"]\n"));
+  const auto config = train::configure(make_plan(study).front().options);
+  EXPECT_EQ(config.init, std::filesystem::current_path() / "weights/run");
+}
+
 TEST_F(PlanTest, ThePapersStudyHasIts37CellsAndOursByName) {
   const auto study = read_study(GROUP_MUON_SOURCE "/configs/table1.toml");
   std::set<std::string> settings, cells;
@@ -160,6 +178,8 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says("settings = \"table1\"\n[options]\nstps = 3", "did you mean 'steps'?");
   says("settings = \"table1\"\n[options]\nsteps = \"many\"", "steps should be a whole number");
   says("settings = \"table1\"\n[options]\nseed = 3", "'seed' has no place here");
+  says("settings = \"table1\"\n[options]\nperturb = 3", "'perturb' has no place here");
+  says("settings = \"table1\"\nseeds = 3\n[more-seeds]\npacked = 2", "has 3 seeds already");
   says("settings = \"table1\"\n[more-seeds]\npaked = 3", "did you mean packed?");
   says("settings = \"table1\"\n[noise]\nsetting = \"packed\"", "needs a setting and seeds");
   says(
@@ -179,15 +199,21 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   const auto says_of_own = [&](const std::string& text, const char* words) {
     says("settings = \"table1\"\n[[own-settings]]\n" + text, words);
   };
-  says_of_own("name = \"a\"", "needs a name and options");
+  says_of_own("options = { momentum = 0.9 }", "needs a name");
+  says_of_own("name = \"a\"", "setting 'a': it needs options");
+  says_of_own("name = \"a\"\noptions = {}", "setting 'a': it needs options");
+  says_of_own("name = \"a\"\nseeds = 3\noptions = {}", "setting 'a': there is no 'seeds' here");
+  says_of_own("name = \"lock\"\noptions = { momentum = 0.9 }", "cannot be 'lock'");
+  says_of_own("name = \"-a\"\noptions = { momentum = 0.9 }", "cannot be one");
   says_of_own("name = \"a/b\"\noptions = {}", "cannot be one");
-  says_of_own("name = \"packed\"\noptions = {}", "there is a setting 'packed' already");
+  says_of_own(
+      "name = \"packed\"\noptions = { momentum = 0.9 }", "there is a setting 'packed' already");
   says_of_own("name = \"a\"\noptions = { qk-grup = \"4\" }", "did you mean 'qk-group'?");
   says_of_own("name = \"a\"\noptions = { steps = 3 }", "'steps' has no place here");
   says_of_own(
       "name = \"a\"\noptions = { muon-lr = 1e-3 }\n"
       "[[variants]]\nname = \"b\"\nsettings = [\"a\"]\noptions = { muon-lr = 2e-3 }",
-      "both say muon-lr");
+      "variant 'b': setting 'a' says muon-lr, too");
   EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");
 }
 

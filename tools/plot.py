@@ -12,6 +12,7 @@ plot.py study FOLDER                all pictures of a study from its report.json
 Ranks, norms, gain and numbers need a run made with --diagnose-every.
 """
 
+import colorsys
 import json
 import pathlib
 import re
@@ -250,12 +251,15 @@ SHADES = {
 LINES = {"adjacent": (0, (5, 2)), "interval": (0, (1, 1.5))}
 
 
-def own_settings(report: dict) -> tuple:
+def own_settings(report: dict) -> list[str]:
     """Those that the study file itself describes."""
-    return tuple(one["name"] for one in report["settings"] if one["own"])
+    return [one["name"] for one in report["settings"] if one["own"]]
 
 
-def style_of(name: str) -> dict:
+def style_of(name: str, own: list[str] = ()) -> dict:
+    if name in own:
+        hue = (280 + 75 * own.index(name)) % 360 / 360
+        return {"color": colorsys.hls_to_rgb(hue, 0.45, 0.55), "linestyle": (0, (8, 2, 2, 2))}
     parts = re.fullmatch(r"(fixed-qk-v|qk|v)-(\d+)(?:-(\w+))?", name)
     if parts and int(parts[2]) in SIZES:
         color = SHADES[parts[1]][SIZES.index(int(parts[2]))]
@@ -308,8 +312,12 @@ def legend_below(figure, *all_axes) -> None:
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
+    labels = [label if len(label) < 45 else f"{label[:42]}…" for label in handles]
+    # About eleven letters an inch, and the line and the gaps beside them.
+    width = max(map(len, labels), default=0) / 11 + 0.8
+    columns = max(1, min(4, int(figure.get_figwidth() / width)))
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
+        handles.values(), labels, loc="outside lower center", ncols=columns, frameon=False
     )
 
 
@@ -390,7 +398,8 @@ def study_differences(report: dict):
         )
         axes.axhspan(-width, width, color="#888888", alpha=0.2, linewidth=0)
         for name in shown:
-            draw_band(axes, differences[base][name], titles[name], style_of(name))
+            style = style_of(name, own_settings(report))
+            draw_band(axes, differences[base][name], titles[name], style)
         axes.set(ylabel="difference", title=f"Validation loss minus {base}: lower is better")
     tidy(row.flat)
     legend_below(figure, *row.flat)
@@ -425,7 +434,8 @@ def study_effects(report: dict):
         axes.set_xlim(*effects_range([pair for _, pair in pairs]))
         axes.axvline(0, color="#555555", linewidth=0.8)
         for setting, pair in pairs:
-            place, color = shown.index(setting), style_of(setting["name"])["color"]
+            place = shown.index(setting)
+            color = style_of(setting["name"], own_settings(report))["color"]
             width = noise_of(report, pair["count"])
             axes.barh(place, 2 * width, left=-width, height=0.9, color="#888888", alpha=0.2)
             if pair["low"] is not None:
@@ -457,7 +467,8 @@ def study_variants(report: dict):
             curves = variant["differences"].get(base, {})
             draw_zero(axes)
             for name in present(titles, curves):
-                draw_band(axes, curves[name], titles[name], style_of(name))
+                style = style_of(name, own_settings(report))
+                draw_band(axes, curves[name], titles[name], style)
             axes.set_title(f"{variant['name']}: loss minus {base}")
         row[0].set_ylabel("difference")
     tidy(grid.flat)

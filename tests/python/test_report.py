@@ -206,7 +206,7 @@ def test_settings_of_the_studys_own_stand_beside_the_papers(study):
     assert "| qk-growing ᵉ | 2 |" in (study / "report/table.md").read_text()
     assert "qk-growing" in (study / "report/figures/differences.svg").read_text()
     with open_page(study / "report/report.html") as (page, problems):
-        assert "qk-growing (of this study)" in page.locator("#table1").inner_text()
+        assert "qk-growing: qk-group = 1@0,12@6" in page.locator("#table1").inner_text()
         chips = page.locator("#differences .chips", has_text="Of this study")
         assert chips.get_by_role("checkbox").is_checked()
         assert "qk-growing" in hover_curve(page, "#differences", "qk-growing")

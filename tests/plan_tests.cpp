@@ -42,7 +42,7 @@ TEST_F(PlanTest, TheSmallStudy) {
   EXPECT_EQ(names.size(), runs.size());
   EXPECT_EQ(headline, 5 * 8 + 29 * 2);
   EXPECT_EQ(noise, 8);
-  EXPECT_EQ(variants, 2 * 4 * 3);
+  EXPECT_EQ(variants, 2 * 5 * 3);
 }
 
 TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {

@@ -15,22 +15,31 @@ double mean_known(const std::vector<double>& values) {
   return summarize(known).mean;
 }
 
+std::vector<double> values_of(const std::map<int64_t, double>& losses) {
+  std::vector<double> values;
+  for (const auto& [seed, loss] : losses) values.push_back(loss);
+  return values;
+}
+
+void summarize_losses(SettingSummary& summary) {
+  summary.loss = summarize(values_of(summary.losses));
+  summary.exploratory = summary.loss.count < kEnoughSeeds;
+}
+
 SettingSummary summarize_setting(
     const Results& results, const std::string& setting, const std::string& variant) {
   SettingSummary summary;
   summary.name = setting;
-  std::vector<double> losses, speeds, shares, seconds;
+  std::vector<double> speeds, shares, seconds;
   for (const auto& result : results.runs) {
     if (!result.counts() || result.run.setting != setting || result.run.variant != variant)
       continue;
     summary.losses[result.run.seed] = result.loss;
-    losses.push_back(result.loss);
     speeds.push_back(result.tokens_per_second);
     shares.push_back(result.optimizer_share);
     seconds.push_back(result.seconds);
   }
-  summary.loss = summarize(losses);
-  summary.exploratory = summary.loss.count < kEnoughSeeds;
+  summarize_losses(summary);
   summary.tokens_per_second = mean_known(speeds);
   summary.optimizer_share = mean_known(shares);
   summary.seconds = mean_known(seconds);
@@ -87,6 +96,66 @@ VariantSummary summarize_variant(
   }
   for (const std::string baseline : kBaselines) compare(baseline, summary);
   return summary;
+}
+
+// What a variant has for muon-lr if it differs in nothing else; else empty.
+std::string rate_of(const VariantSummary& variant) {
+  const bool differs_in_rate =
+      variant.options.size() == 1 && variant.options.front().first == "muon-lr";
+  return differs_in_rate ? variant.options.front().second : "";
+}
+
+// Losses of a setting at one learning rate.
+struct Tried {
+  std::string rate;
+  std::map<int64_t, double> losses;
+};
+
+// Keeps the seeds that all rates have, so that rates are compared on the same.
+void keep_common_seeds(std::vector<Tried>& tried) {
+  for (auto& one : tried) {
+    std::erase_if(one.losses, [&](const auto& item) {
+      return std::any_of(tried.begin(), tried.end(), [&](const Tried& other) {
+        return other.losses.count(item.first) == 0;
+      });
+    });
+  }
+}
+
+// Each setting at that learning rate of the study and its variants where it is lowest: a comparison at one rate alone
+// may be one of tuning. The choice is made on the seeds that are shown, so losses are a little low, all alike.
+std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis) {
+  const auto own = train::get(train::configure(study.options), train::find_key("muon-lr"));
+  std::vector<std::pair<std::string, const VariantSummary*>> rates = {{own, &analysis.main}};
+  for (const auto& variant : analysis.variants) {
+    if (const auto rate = rate_of(variant); !rate.empty()) rates.emplace_back(rate, &variant);
+  }
+  if (rates.size() < 2) return std::nullopt;
+  std::string list;
+  for (const auto& [rate, variant] : rates) list += (list.empty() ? "" : ", ") + rate;
+  VariantSummary tuned{"best muon-lr", {{"muon-lr", "for each the best of " + list}}, {}};
+  for (const auto& setting : analysis.main.settings) {
+    std::vector<Tried> tried;
+    for (const auto& [rate, variant] : rates) {
+      const auto* found = variant->find(setting.name);
+      if (found != nullptr && !found->losses.empty()) tried.push_back({rate, found->losses});
+    }
+    keep_common_seeds(tried);
+    if (tried.size() < 2 || tried.front().losses.empty()) continue;
+    const auto& best =
+        *std::min_element(tried.begin(), tried.end(), [](const Tried& a, const Tried& b) {
+          return summarize(values_of(a.losses)).mean < summarize(values_of(b.losses)).mean;
+        });
+    SettingSummary summary;
+    summary.name = setting.name;
+    summary.title = setting.title + ", at " + best.rate;
+    summary.own = setting.own;
+    summary.losses = best.losses;
+    summarize_losses(summary);
+    tuned.settings.push_back(std::move(summary));
+  }
+  for (const std::string baseline : kBaselines) compare(baseline, tuned);
+  return tuned;
 }
 
 std::optional<Noise> measure_noise(const Folder& folder, const Results& results) {
@@ -202,6 +271,7 @@ Analysis analyze(const Folder& folder, const Results& results) {
     analysis.variants.push_back(
         summarize_variant(folder.study, results, variant.name, variant.options, variant.settings));
   }
+  if (auto tuned = tune(folder.study, analysis)) analysis.variants.push_back(std::move(*tuned));
   analysis.noise = measure_noise(folder, results);
   return analysis;
 }

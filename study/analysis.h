@@ -70,7 +70,7 @@ struct Noise {
 
 struct Analysis {
   VariantSummary main;
-  std::vector<VariantSummary> variants;
+  std::vector<VariantSummary> variants;  // and each at its best muon-lr, if some differ in that
   std::optional<Noise> noise;
 };
 

@@ -75,6 +75,34 @@ TEST(StudyTest, UnderANullMarksAppearAtMostAtTheirRate) {
   }
 }
 
+TEST(StudyTest, SettingsAreComparedAtTheBestLearningRateOfEach) {
+  auto folder = folder_of("unused", 2);
+  folder.study.settings = {"packed", "three-way", "head-wise", "qk-1"};
+  folder.study.options.emplace_back("muon-lr", "0.001");
+  folder.study.variants = {
+      {"half", {"packed", "head-wise", "qk-1"}, 2, {{"muon-lr", "0.0005"}}},
+      {"double", {"packed", "head-wise", "qk-1"}, 1, {{"muon-lr", "0.002"}}},
+      {"long", {"packed"}, 1, {{"steps", "800"}, {"muon-lr", "0.004"}}}};
+  folder.plan = make_plan(folder.study);
+  const auto results = results_of(folder, [](const PlannedRun& run, int64_t) {
+    const std::string best = run.setting == "head-wise" ? "half" : "";
+    return seeded(run) + (run.variant == best ? 0 : 0.5) - (run.setting == "head-wise" ? 0.1 : 0);
+  });
+  const auto analysis = analyze(folder, results);
+  ASSERT_EQ(analysis.variants.size(), 4);
+  const auto& tuned = analysis.variants.back();
+  EXPECT_EQ(tuned.find("three-way"), nullptr) << "it was tried at one rate alone";
+  const auto* heads = tuned.find("head-wise");
+  ASSERT_NE(heads, nullptr);
+  EXPECT_NE(heads->title.find(", at 0.0005"), std::string::npos) << heads->title;
+  EXPECT_NE(tuned.find("packed")->title.find(", at 0.001"), std::string::npos);
+  EXPECT_EQ(heads->losses.size(), 1) << "of the seeds that all rates have";
+  EXPECT_NEAR(heads->against.at("packed").difference.mean, -0.1, 1e-12);
+  const auto plain = folder_of("unused", 1);
+  EXPECT_TRUE(analyze(plain, results_of(plain, [](const PlannedRun&, int64_t) { return 1.0; }))
+                  .variants.empty());
+}
+
 TEST(StudyTest, UnreadableAndUnfinishedRunsDoNotCount) {
   const auto folder = folder_of("unused", 3);
   auto results = results_of(folder, [](const PlannedRun& run, int64_t) { return seeded(run); });

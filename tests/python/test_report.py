@@ -111,7 +111,8 @@ def test_tables_have_the_papers_layout(study):
     latex = (study / "report/table.tex").read_text()
     assert latex.count(r"\multirow{3}{*}{QK}") == 1 and latex.count("\\midrule") == 5
     rows = list(csv.reader((study / "report/table.csv").open()))
-    assert len(rows) == 1 + 6 + 2 + 1  # the exploding one has no result
+    assert len(rows) == 1 + 6 + 2 + 1 + 2  # the exploding one has no result
+    assert [row[1] for row in rows if row[0] == "best muon-lr"] == ["packed", "three-way"]
     assert {len(row) for row in rows} == {len(rows[0])}
 
 

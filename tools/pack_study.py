@@ -1,7 +1,7 @@
 """A study's results in one small file: pack_study.py FOLDER OUT.tar.xz
 
-Unpacked, `group-muon report` makes the same report of it. Left out are checkpoints, logs, TensorBoard's files and, of every step's
-line, the norms; paths are cut to their last part.
+Unpacked, `group-muon report` makes the same tables of it. Left out are checkpoints, logs, TensorBoard's files, what the report does not
+read of a line, and digits that say nothing; paths are cut to their last part.
 """
 
 import io
@@ -11,20 +11,27 @@ import re
 import sys
 import tarfile
 
-KEPT = (
-    "study.toml",
-    "config.toml",
-    "machine.jsonl",
-    "result.json",
-    "error.txt",
-    "diagnostics.jsonl",
+KEPT = ("study.toml", "config.toml", "machine.jsonl", "result.json", "error.txt")
+# Of the lines of these files, the keys that are kept; and to how many digits their numbers are, if not to all.
+KEYS = {
+    "metrics.jsonl": ("step", "loss", "seconds", "optimizer_seconds", "validation_loss"),
+    "diagnostics.jsonl": (
+        "step", "weight", "part", "of", "grouping", "rows", "cols", "ranks",
+        "nuclear_norm", "first_order", "squared_norm",
+    ),
+}  # fmt: skip
+DIGITS = dict.fromkeys(
+    ("loss", "seconds", "optimizer_seconds", "nuclear_norm", "first_order", "squared_norm"), 6
 )
-KEYS = ("step", "loss", "seconds", "optimizer_seconds", "validation_loss")
 
 
-def thinned(text: str) -> str:
+def short(key: str, value):
+    return float(f"{value:.{DIGITS[key]}g}") if key in DIGITS else value
+
+
+def thinned(text: str, keys: tuple) -> str:
     lines = (json.loads(line) for line in text.splitlines())
-    kept = ({key: line[key] for key in KEYS if key in line} for line in lines)
+    kept = ({key: short(key, line[key]) for key in keys if key in line} for line in lines)
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept)
 
 
@@ -39,8 +46,8 @@ def without_places(text: str) -> str:
 
 
 def content_of(path: pathlib.Path) -> bytes | None:
-    if path.name == "metrics.jsonl":
-        return thinned(path.read_text()).encode()
+    if path.name in KEYS:
+        return thinned(path.read_text(), KEYS[path.name]).encode()
     if path.name in ("study.toml", "config.toml"):
         return without_places(path.read_text()).encode()
     return path.read_bytes() if path.name in KEPT else None

@@ -78,7 +78,10 @@ void list(const study::Folder& folder) {
   say("   #  run                                validation loss, or how far it is");
   for (size_t i = 0; i < folder.plan.size(); ++i) {
     const auto& run = folder.plan[i];
-    say(format("%4zu  %-34s %s", i, run.name.c_str(), show(study::status_of(folder, run)).c_str()));
+    const std::string difference = study::difference_of(folder, run);
+    const std::string state = difference.empty() ? show(study::status_of(folder, run))
+                                                 : "is another run than this: " + difference;
+    say(format("%4zu  %-34s %s", i, run.name.c_str(), state.c_str()));
   }
   int64_t cells = 0;
   const auto& names = folder.study.settings;
@@ -206,7 +209,9 @@ void run(const StudyArguments& arguments) {
   const auto folder = folder_of(arguments);
   study::check_configs(folder);
   if (arguments.list) return list(folder);
-  if (!arguments.dry_run) {
+  if (arguments.dry_run) {
+    study::refuse_changes(folder);
+  } else {
     study::begin(folder);
     study::check_data(folder);
     if (const auto others = study::runs_without_plan(folder); !others.empty()) {
@@ -233,9 +238,18 @@ const study::PlannedRun& find_run(const study::Folder& folder, const std::string
   return folder.plan[number];
 }
 
+const study::PlannedRun& run_of(const study::Folder& folder, const std::string& name) {
+  try {
+    return find_run(folder, name);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "group-muon: %s\n", error.what_without_backtrace());
+    throw CLI::RuntimeError(study::kRunUnknown);
+  }
+}
+
 void run_one(const RunArguments& arguments) {
   const auto folder = study::open_folder(arguments.folder);
-  const auto& planned = find_run(folder, arguments.run);
+  const auto& planned = run_of(folder, arguments.run);
   const auto config =
       study::config_of(folder, planned, arguments.workers.threads, arguments.workers.device);
   catch_stop_signals();
@@ -255,8 +269,8 @@ void run_one(const RunArguments& arguments) {
   say(planned.name + " is finished: " + show(study::status_of(folder, planned)));
 }
 
-void add_workers(CLI::App& command, study::Workers& workers) {
-  command.add_option("--threads", workers.threads, "Of a run; 0: the cores, divided among runs")
+void add_workers(CLI::App& command, study::Workers& workers, const std::string& threads) {
+  command.add_option("--threads", workers.threads, threads)
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
   command.add_option("--device", workers.device, "cpu or cuda; by default as the study says")
@@ -273,7 +287,7 @@ void add_run(CLI::App& study) {
   command->add_option("run", arguments->run, "Its name, or its number in --list")
       ->type_name("RUN")
       ->required();
-  add_workers(*command, arguments->workers);
+  add_workers(*command, arguments->workers, "0: as many as there are cores");
   command->add_flag(
       "--unless-failed", arguments->unless_failed, "Leave it alone if it has failed before");
   command->callback([arguments] { run_one(*arguments); });
@@ -304,7 +318,9 @@ void add_study(CLI::App& app) {
           "Runs at a time; 0: one a core if the memory allows, one a GPU")
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
-  add_workers(*command, arguments->workers);
+  add_workers(
+      *command, arguments->workers,
+      "Of a run; 0: the cores, divided among runs, and with --slurm one");
   command->add_flag("--list", arguments->list, "Only show the plan, and what became of it so far");
   command->add_flag("--dry-run", arguments->dry_run, "Only estimate what is left to do");
   command->add_flag("--retry", arguments->retry, "Run failed runs again");

@@ -6,13 +6,20 @@
 namespace study {
 namespace {
 
-// The mean of those that are known.
-double mean_known(const std::vector<double>& values) {
-  std::vector<double> known;
-  for (const double value : values) {
-    if (std::isfinite(value)) known.push_back(value);
+// What all runs of a setting cost together.
+void summarize_cost(const std::vector<const RunResult*>& runs, SettingSummary& summary) {
+  double tokens = 0, seconds = 0, optimizer = 0;
+  for (const auto* run : runs) {
+    seconds += run->seconds;
+    tokens += run->tokens_per_second * run->seconds;
+    optimizer += run->optimizer_share * run->seconds;
+    summary.slowest = std::fmin(summary.slowest, run->tokens_per_second);
+    summary.fastest = std::fmax(summary.fastest, run->tokens_per_second);
   }
-  return summarize(known).mean;
+  if (runs.empty()) return;
+  summary.tokens_per_second = tokens / seconds;
+  summary.optimizer_share = optimizer / seconds;
+  summary.seconds = seconds / static_cast<double>(runs.size());
 }
 
 std::vector<double> values_of(const std::map<int64_t, double>& losses) {
@@ -23,26 +30,23 @@ std::vector<double> values_of(const std::map<int64_t, double>& losses) {
 
 void summarize_losses(SettingSummary& summary) {
   summary.loss = summarize(values_of(summary.losses));
-  summary.exploratory = summary.loss.count < kEnoughSeeds;
+  summary.exploratory = summary.loss.count < kEnoughSeeds || summary.failed > 0;
 }
 
 SettingSummary summarize_setting(
     const Results& results, const std::string& setting, const std::string& variant) {
   SettingSummary summary;
   summary.name = setting;
-  std::vector<double> speeds, shares, seconds;
+  std::vector<const RunResult*> runs;
   for (const auto& result : results.runs) {
     if (!result.counts() || result.run.setting != setting || result.run.variant != variant)
       continue;
     summary.losses[result.run.seed] = result.loss;
-    speeds.push_back(result.tokens_per_second);
-    shares.push_back(result.optimizer_share);
-    seconds.push_back(result.seconds);
+    runs.push_back(&result);
   }
+  summary.failed = failures_of(results, setting, variant);
   summarize_losses(summary);
-  summary.tokens_per_second = mean_known(speeds);
-  summary.optimizer_share = mean_known(shares);
-  summary.seconds = mean_known(seconds);
+  summarize_cost(runs, summary);
   const auto curves = curves_of(results, setting, variant);
   std::vector<Curve> all;
   for (const auto& [seed, curve] : curves) all.push_back(curve);
@@ -65,13 +69,15 @@ void compare(const std::string& baseline, VariantSummary& summary) {
       if (setting.name == baseline) continue;
       auto differences = differences_of(setting.losses, base->losses);
       const auto count = static_cast<int64_t>(differences.size());
-      if (count == 0 || (count < kEnoughSeeds) != exploratory) continue;
+      const bool few = count < kEnoughSeeds || setting.failed + base->failed > 0;
+      if (count == 0 || few != exploratory) continue;
       family.emplace_back(&setting, std::move(differences));
     }
     std::vector<double> p;
     for (auto& [setting, differences] : family) {
       Comparison comparison;
-      comparison.difference = paired(differences, static_cast<int64_t>(family.size()));
+      comparison.family = static_cast<int64_t>(family.size());
+      comparison.difference = paired(differences, comparison.family);
       comparison.exploratory = exploratory;
       comparison.mark = mark_of(comparison.difference);
       p.push_back(comparison.difference.p);
@@ -109,6 +115,7 @@ std::string rate_of(const VariantSummary& variant) {
 struct Tried {
   std::string rate;
   std::map<int64_t, double> losses;
+  int64_t failed;
 };
 
 // Keeps the seeds that all rates have, so that rates are compared on the same.
@@ -131,14 +138,13 @@ std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis)
     if (const auto rate = rate_of(variant); !rate.empty()) rates.emplace_back(rate, &variant);
   }
   if (rates.size() < 2) return std::nullopt;
-  std::string list;
-  for (const auto& [rate, variant] : rates) list += (list.empty() ? "" : ", ") + rate;
-  VariantSummary tuned{"best muon-lr", {{"muon-lr", "for each the best of " + list}}, {}};
+  VariantSummary tuned{"best muon-lr", {{"muon-lr", "the best of each on these seeds"}}, {}};
   for (const auto& setting : analysis.main.settings) {
     std::vector<Tried> tried;
     for (const auto& [rate, variant] : rates) {
       const auto* found = variant->find(setting.name);
-      if (found != nullptr && !found->losses.empty()) tried.push_back({rate, found->losses});
+      if (found == nullptr || found->losses.empty()) continue;
+      tried.push_back({rate, found->losses, found->failed});
     }
     keep_common_seeds(tried);
     if (tried.size() < 2 || tried.front().losses.empty()) continue;
@@ -148,7 +154,11 @@ std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis)
         });
     SettingSummary summary;
     summary.name = setting.name;
-    summary.title = setting.title + ", at " + best.rate;
+    summary.title = setting.title + ", at " + best.rate + " of";
+    for (const auto& one : tried) {
+      summary.title += (&one == &tried.front() ? " " : ", ") + one.rate;
+      summary.failed += one.failed;
+    }
     summary.own = setting.own;
     summary.losses = best.losses;
     summarize_losses(summary);
@@ -216,6 +226,14 @@ std::map<int64_t, Curve> curves_of(
     }
   }
   return curves;
+}
+
+int64_t failures_of(
+    const Results& results, const std::string& setting, const std::string& variant) {
+  return std::count_if(results.runs.begin(), results.runs.end(), [&](const auto& result) {
+    const bool failed = result.state == RunState::kFailed || !result.readable;
+    return failed && result.run.setting == setting && result.run.variant == variant;
+  });
 }
 
 std::map<int64_t, double> losses_of(

@@ -14,7 +14,8 @@ namespace study {
 /// The two Full-QKV Muons, against which all is compared.
 constexpr const char* kBaselines[] = {"packed", "three-way"};
 
-/// Fewer seeds than these are exploratory: with 5, no p-value by flipping signs is below 0.05.
+/// Fewer seeds than these are exploratory: with 5, no p-value by flipping signs is below 0.05. So is what lacks seeds
+/// whose runs failed: those that are left may be the lucky ones.
 constexpr int64_t kEnoughSeeds = 6;
 
 enum class Mark { kUndecided, kBetter, kWorse };
@@ -23,10 +24,11 @@ std::string to_string(Mark mark);
 /// Better or worse only if the interval that holds for all comparisons at once says so.
 Mark mark_of(const Paired& difference);
 
-/// A setting against a baseline. Those with enough pairs are one family of comparisons, the exploratory ones another.
+/// A setting against a baseline. The exploratory ones are a family of comparisons, the others another.
 struct Comparison {
   Paired difference;  // loss less the baseline's, seed by seed
   bool exploratory = true;
+  int64_t family = 0;      // how many comparisons there are in its own
   double holm = kUnknown;  // p-value, corrected for the comparisons of its family
   Mark mark = Mark::kUndecided;
 };
@@ -43,10 +45,12 @@ struct SettingSummary {
   train::Settings own;               // its options, if the study file itself describes it
   std::map<int64_t, double> losses;  // by seed
   Summary loss;
+  int64_t failed = 0;  // seeds whose run failed, or cannot be read
   bool exploratory = true;
   std::map<std::string, Comparison>
       against;  // by baseline; none against itself or without common seeds
-  double tokens_per_second = kUnknown, optimizer_share = kUnknown, seconds = kUnknown;
+  double tokens_per_second = kUnknown, slowest = kUnknown, fastest = kUnknown;
+  double optimizer_share = kUnknown, seconds = kUnknown;
   Band curve;
   std::map<std::string, Band> differences;  // by baseline
 };
@@ -80,6 +84,10 @@ std::vector<double> differences_of(
 
 /// Loss after the last step by seed, of the runs that count.
 std::map<int64_t, double> losses_of(
+    const Results& results, const std::string& setting, const std::string& variant = "");
+
+/// How many seeds have no loss because their run failed or cannot be read.
+int64_t failures_of(
     const Results& results, const std::string& setting, const std::string& variant = "");
 
 /// Validation losses by seed.

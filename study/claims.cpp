@@ -22,9 +22,11 @@ constexpr const char* kRows[] = {"qk-", "v-", "fixed-qk-v-"};
 struct Difference {
   std::vector<double> values;
   Interval interval;
+  bool whole = true;  // no run failed
 
   explicit Difference(std::vector<double> differences, double alpha = kLevel)
       : values(std::move(differences)), interval(interval_of(values, alpha)) {}
+  bool is_enough() const { return whole && values.size() >= static_cast<size_t>(kEnoughSeeds); }
   bool is_tested() const { return values.size() > 1; }
   bool is_below() const { return is_tested() && interval.high < 0; }
   bool is_above() const { return is_tested() && interval.low > 0; }
@@ -35,8 +37,9 @@ std::string show(const Difference& difference) {
   const auto& [mean, low, high] = difference.interval;
   const size_t count = difference.values.size();
   if (count == 0) return "not measured";
-  if (count == 1) return format("%+.4f, 1 seed, no interval", mean);
-  return format("%+.4f [%+.4f, %+.4f], %zu seeds", mean, low, high, count);
+  const char* rest = difference.whole ? "" : ", others failed";
+  if (count == 1) return format("%+.4f, 1 seed%s, no interval", mean, rest);
+  return format("%+.4f [%+.4f, %+.4f], %zu seeds%s", mean, low, high, count, rest);
 }
 
 // Settings and how much each counts.
@@ -45,9 +48,11 @@ using Terms = std::vector<std::pair<double, std::string>>;
 // What the study itself, without variants, says about a sum of losses, for each seed that all of them have.
 Difference sum_of(const Analysis& analysis, const Terms& terms, double alpha = kLevel) {
   std::map<int64_t, std::pair<size_t, double>> by_seed;
+  bool whole = true;
   for (const auto& [weight, name] : terms) {
     const auto* setting = analysis.main.find(name);
     if (setting == nullptr) return Difference({});
+    whole = whole && setting->failed == 0;
     for (const auto& [seed, loss] : setting->losses) {
       ++by_seed[seed].first;
       by_seed[seed].second += weight * loss;
@@ -57,7 +62,9 @@ Difference sum_of(const Analysis& analysis, const Terms& terms, double alpha = k
   for (const auto& [seed, counted] : by_seed) {
     if (counted.first == terms.size()) sums.push_back(counted.second);
   }
-  return Difference(std::move(sums), alpha);
+  Difference sum(std::move(sums), alpha);
+  sum.whole = whole;
+  return sum;
 }
 
 Difference between(
@@ -68,9 +75,7 @@ Difference between(
 // A verdict that rests on those differences is as good as the one with the fewest seeds.
 void decide(Claim& claim, Verdict verdict, const std::vector<Difference>& by) {
   claim.verdict = verdict;
-  claim.exploratory = std::any_of(by.begin(), by.end(), [](const auto& difference) {
-    return difference.values.size() < static_cast<size_t>(kEnoughSeeds);
-  });
+  claim.exploratory = !std::all_of(by.begin(), by.end(), std::mem_fn(&Difference::is_enough));
 }
 
 std::string grouped(const char* row, int g, const char* rule) {
@@ -123,7 +128,7 @@ std::vector<Training> trainings(const Folder& folder) {
 // Head-wise less a baseline, early and at the end.
 struct EarlyAndLate {
   Interval early, late;
-  int64_t seeds;
+  bool enough;
   std::string text;
 };
 
@@ -147,13 +152,17 @@ std::optional<EarlyAndLate> early_and_late(
   };
   const size_t last = band.steps.size() - 1;
   const auto [from, to] = crossing(band);
+  const bool whole = failures_of(results, "head-wise", training.variant) == 0 &&
+                     failures_of(results, baseline, training.variant) == 0;
+  const bool enough = whole && band.count >= kEnoughSeeds;
   const std::string text = c10::str(
       training.variant.empty() ? "" : training.variant + ": ", "head-wise less ", baseline, ", ",
-      band.count, band.count == 1 ? " seed: " : " seeds: ", show_at(early), ", ", show_at(last),
+      band.count, band.count == 1 ? " seed" : " seeds",
+      whole ? ": " : ", others failed: ", show_at(early), ", ", show_at(last),
       from < 0 ? "; no crossing" : c10::str("; crossing between steps ", from, " and ", to));
   // Too late for early.
-  if (5 * band.steps[early] > training.steps) return EarlyAndLate{{}, at(last), band.count, text};
-  return EarlyAndLate{at(early), at(last), band.count, text};
+  const bool is_early = 5 * band.steps[early] <= training.steps;
+  return EarlyAndLate{is_early ? at(early) : Interval{}, at(last), enough, text};
 }
 
 Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
@@ -168,7 +177,7 @@ Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
       claim.evidence.push_back(found->text);
       if (!std::isfinite(found->late.low)) continue;
       ++compared;
-      enough = enough && found->seeds >= kEnoughSeeds;
+      enough = enough && found->enough;
       faster += found->early.high < 0 ? 1 : 0;
       slower += found->early.low > 0 ? 1 : 0;
       better += found->late.high < 0 ? 1 : 0;
@@ -567,6 +576,13 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
     lines.push_back("It cannot be told from " + names + ".");
   }
   if (settings.size() > 1) lines.push_back("These 95% intervals hold for all pairs at once.");
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.failed == 0 || setting.loss.count < kEnoughSeeds) continue;
+    lines.push_back(
+        c10::str(
+            setting.name, " is left out: of its runs ", setting.failed,
+            " failed, and those that are left may be the lucky ones."));
+  }
   return lines;
 }
 

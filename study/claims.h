@@ -15,7 +15,7 @@ struct Claim {
   int number = 0;
   std::string text;
   Verdict verdict = Verdict::kUndecided;
-  bool exploratory = false;                // the verdict rests on fewer than kEnoughSeeds
+  bool exploratory = false;  // the verdict rests on fewer seeds than kEnoughSeeds, or some failed
   std::vector<std::string> evidence = {};  // sentences with numbers, and what decides
 };
 

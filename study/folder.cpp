@@ -158,7 +158,7 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
     status.state = whole ? RunState::kFinished : RunState::kFailed;
     status.fraction = 1;
     if (whole) status.loss = result["validation_loss"].get<double>();
-    if (!whole) status.error = "result.json cannot be read; delete it, and the run will see to it";
+    if (!whole) status.error = "result.json cannot be read; with --retry the run makes it anew";
     return status;
   }
   status.fraction = fraction_done(folder, run);
@@ -186,6 +186,8 @@ double fraction_done(const Folder& folder, const PlannedRun& run) {
 }
 
 bool has_result(const std::string& run_folder) { return fs::exists(run_folder + kResult); }
+
+void forget_result(const std::string& run_folder) { fs::remove(run_folder + kResult); }
 
 void record_result(const std::string& run_folder, double validation_loss) {
   const Json result = {{"validation_loss", validation_loss}};

@@ -62,6 +62,7 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run);
 double fraction_done(const Folder& folder, const PlannedRun& run);
 
 bool has_result(const std::string& run_folder);
+void forget_result(const std::string& run_folder);
 void record_result(const std::string& run_folder, double validation_loss);
 /// On a full disk, too, it only says so: it should not hide the error itself.
 void record_error(const std::string& run_folder, const std::string& error);

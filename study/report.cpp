@@ -39,6 +39,7 @@ Json to_json(const Comparison& comparison) {
       {"p", difference.p},
       {"holm", comparison.holm},
       {"exploratory", comparison.exploratory},
+      {"family", comparison.family},
       {"mark", to_string(comparison.mark)}};
 }
 
@@ -55,12 +56,15 @@ Json to_json(const SettingSummary& summary) {
       {"title", summary.title},
       {"own", own},
       {"count", summary.loss.count},
+      {"failed", summary.failed},
       {"exploratory", summary.exploratory},
       {"mean", summary.loss.mean},
       {"deviation", summary.loss.deviation},
       {"against", against},
       {"cost",
        {{"tokens_per_second", summary.tokens_per_second},
+        {"slowest", summary.slowest},
+        {"fastest", summary.fastest},
         {"optimizer_share", summary.optimizer_share},
         {"seconds", summary.seconds}}}};
 }
@@ -164,7 +168,7 @@ Json runs_of(const Results& results, const std::map<std::string, std::string>& c
          {"tokens_per_second", result.tokens_per_second},
          {"error", result.error},
          {"config", config},
-         {"machine", result.machine}});
+         {"machines", result.machines}});
   }
   return list;
 }

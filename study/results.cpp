@@ -149,8 +149,25 @@ void add_diagnostics(
   }
 }
 
-// Runs of one study should be alike in what depends on the machine, too.
+void note_mixture(const std::string& key, const std::set<std::string>& found, Results& results) {
+  if (found.size() < 2) return;
+  std::string list;
+  for (const auto& value : found) list += (list.empty() ? "" : ", ") + value;
+  results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
+}
+
+// Runs of one study should be alike in what depends on the machine and the program, too.
 void note_mixtures(Results& results) {
+  for (const char* key : {"commit", "torch", "processor", "cpu_capability"}) {
+    std::set<std::string> found;
+    for (const auto& result : results.runs) {
+      if (!result.counts()) continue;
+      for (const auto& machine : result.machines) {
+        if (machine.contains(key) && machine[key].is_string()) found.insert(machine[key]);
+      }
+    }
+    note_mixture(key, found, results);
+  }
   for (const char* key : {"method", "kernels", "threads", "device"}) {
     std::map<std::string, std::set<std::string>> values;  // by what was planned
     for (const auto& result : results.runs) {
@@ -158,12 +175,7 @@ void note_mixtures(Results& results) {
       const auto planned = train::configure(result.run.options);
       values[train::get(planned, train::find_key(key))].insert(result.config.at(key));
     }
-    for (const auto& [planned, found] : values) {
-      if (found.size() < 2) continue;
-      std::string list;
-      for (const auto& value : found) list += (list.empty() ? "" : ", ") + value;
-      results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
-    }
+    for (const auto& [planned, found] : values) note_mixture(key, found, results);
   }
 }
 
@@ -174,10 +186,10 @@ void read_run(const std::string& folder, RunResult& result) {
   result.config.erase("out");
   result.config["data"] = fs::path(config.data).filename().string();
   std::ifstream machines(folder + "/machine.jsonl");
-  std::string first;
-  std::getline(machines, first);
-  result.machine = Json::parse(first, nullptr, /*allow_exceptions=*/false);
-  if (result.machine.is_discarded()) result.machine = nullptr;  // its results stand without
+  for (std::string line; std::getline(machines, line);) {
+    auto machine = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (machine.is_object()) result.machines.push_back(std::move(machine));
+  }
   if (result.state != RunState::kFinished) return;
   read_metrics(folder, config, result);
 }
@@ -201,7 +213,10 @@ Results read_results(const Folder& folder) {
       result.error = status.error;
       const bool damaged = status.state == RunState::kFailed && has_result(path);
       TORCH_CHECK_VALUE(!damaged, status.error);
-      if (status.state == RunState::kFinished) result.loss = status.loss;
+      if (status.state == RunState::kFinished) {
+        result.loss = status.loss;
+        TORCH_CHECK_VALUE(fs::exists(path + "/config.toml"), "config.toml is missing");
+      }
       if (fs::exists(path + "/config.toml")) {
         const std::string difference = difference_of(folder, run);
         TORCH_CHECK_VALUE(difference.empty(), "is another run than the study says: ", difference);

@@ -40,7 +40,7 @@ struct RunResult {
   double tokens_per_second = kUnknown;  // of all steps
   double optimizer_share = kUnknown;    // of the steps' time
   std::map<std::string, std::string> config;
-  nlohmann::ordered_json machine;  // that it began on
+  std::vector<nlohmann::ordered_json> machines;  // and builds that it ran on, one after the other
   std::vector<DiagnosticSeries> diagnostics;
 
   bool counts() const { return state == RunState::kFinished && readable; }

@@ -110,6 +110,7 @@ class Runner {
     RunStatus status;
     bool retry = false;   // once, if it has failed
     bool killed = false;  // once already, by no word of ours
+    bool gone = false;    // from the study, by another's word
     pid_t process = 0;    // ours, if it is running here
     size_t slot = 0;
     Clock::time_point start = {};
@@ -204,6 +205,8 @@ void Runner::reap(Item& item) {
     }
   } else if (code == kRunElsewhere) {
     item.status.state = RunState::kRunning;
+  } else if (code == kRunUnknown) {
+    item.gone = true;
   } else if (
       code == 128 + SIGTERM || code == 128 + SIGINT || signal == SIGTERM || signal == SIGINT ||
       signal == SIGHUP) {
@@ -230,11 +233,12 @@ double Runner::work_done() const {
 
 StudyProgress Runner::progress() const {
   StudyProgress now;
-  now.planned = static_cast<int64_t>(items_.size());
   double all = 0, left = 0;
   std::map<std::string, std::vector<double>> losses;
   for (const auto& item : items_) {
+    if (item.gone) continue;
     const auto state = item.status.state;
+    ++now.planned;
     now.finished += state == RunState::kFinished ? 1 : 0;
     now.running += state == RunState::kRunning ? 1 : 0;
     now.failed += state == RunState::kFailed ? 1 : 0;
@@ -272,7 +276,7 @@ void Runner::tell_to_stop() {
 // Looks after a run and starts it if there is room; whether there is more to do with it.
 bool Runner::care_for(Item& item, bool look_around, bool stopping) {
   const auto is = [&](RunState state) { return item.status.state == state; };
-  if (is(RunState::kFinished) || is(RunState::kFailed)) return false;
+  if (item.gone || is(RunState::kFinished) || is(RunState::kFailed)) return false;
   if (look_around && item.process == 0) look(item);
   if (look_around && item.process != 0) item.status.fraction = fraction_done(folder_, *item.run);
   const auto slot = std::find(taken_.begin(), taken_.end(), false);
@@ -323,13 +327,15 @@ RunEnd run_here(
       train::delete_folder(path + "/checkpoints");
     }
   };
-  if (has_result(path)) {
+  const bool damaged = has_result(path) && status_of(folder, run).state != RunState::kFinished;
+  if (has_result(path) && !damaged) {
     drop_checkpoints();  // it may have been killed before it could
     return RunEnd::kFinished;
   }
-  if (!retry && !read_error(path).empty())
+  if (!retry && (damaged || !read_error(path).empty()))
     return RunEnd::kFailedBefore;  // while we waited for the lock
   forget_error(path);
+  if (damaged) forget_result(path);
   try {
     check_data(folder);
     const auto config = config_of(folder, run, threads, device);

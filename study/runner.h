@@ -9,13 +9,14 @@
 
 namespace study {
 
-/// What a process that runs one run ends with, besides 0: it is finished.
-constexpr int kRunFailed = 1, kRunElsewhere = 75;
+/// What a process that runs one run ends with, besides 0: it is finished. Unknown is one that the study has no more.
+constexpr int kRunFailed = 1, kRunElsewhere = 75, kRunUnknown = 76;
 
 enum class RunEnd { kFinished, kStopped, kElsewhere, kFailedBefore };
 
 /// Runs one here, or goes on with it. A finished one is left as it is, and so are one that another process is at and,
-/// unless `retry`, one that has failed. An error is kept beside the run before it is thrown on.
+/// unless `retry`, one that has failed or whose result cannot be read. An error is kept beside the run before it is
+/// thrown on.
 RunEnd run_here(
     const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device,
     bool retry, const train::Listener& listener);

@@ -62,7 +62,7 @@ std::string slurm_script(
   script << "set --" << names.str() << "\n"
          << "shift \"$SLURM_ARRAY_TASK_ID\"\n"
          << "exec " << binary << " study run " << place << " \"$1\" --threads " << workers.threads
-         << (cuda ? " --device cuda" : "") << "\n";
+         << (workers.device.empty() ? "" : " --device " + workers.device) << "\n";
   return script.str();
 }
 

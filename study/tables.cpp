@@ -33,6 +33,7 @@ std::string own_number(const SettingSummary& setting, bool bold) {
   if (bold) text = "**" + text + "**";
   if (setting.loss.count > 1) text += " ± " + number(setting.loss.deviation);
   if (setting.exploratory) text += "ᵉ";
+  if (setting.failed > 0) text += c10::str(" ", setting.failed, " failed");
   const auto found = setting.against.find("packed");
   return found == setting.against.end() ? text : text + sign_of(found->second);
 }
@@ -65,8 +66,10 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
   out << "\n|---|---:|---:|---:|---|---|---:|---:|---|---|---|---:|---:|---|\n";
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
-    out << "| " << setting.title << (setting.exploratory ? " ᵉ" : "") << " | " << setting.loss.count
-        << " | " << number(setting.loss.mean) << " | " << number(setting.loss.deviation) << " |";
+    out << "| " << setting.title << (setting.exploratory ? " ᵉ" : "") << " | "
+        << setting.loss.count;
+    if (setting.failed > 0) out << ", " << setting.failed << " failed";
+    out << " | " << number(setting.loss.mean) << " | " << number(setting.loss.deviation) << " |";
     for (const char* baseline : kBaselines) {
       const auto found = setting.against.find(baseline);
       if (found == setting.against.end()) {
@@ -119,15 +122,16 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
     out << summary.name << "," << setting.name << ",\"" << setting.title << "\","
-        << setting.loss.count << "," << (setting.exploratory ? "yes" : "no") << ","
-        << plain(setting.loss.mean) << "," << plain(setting.loss.deviation);
+        << setting.loss.count << "," << setting.failed << ","
+        << (setting.exploratory ? "yes" : "no") << "," << plain(setting.loss.mean) << ","
+        << plain(setting.loss.deviation);
     for (const char* baseline : kBaselines) {
       const auto found = setting.against.find(baseline);
       if (found == setting.against.end()) {
         out << ",,,,,,,,,";
         continue;
       }
-      const auto& [difference, exploratory, holm, mark] = found->second;
+      const auto& [difference, exploratory, family, holm, mark] = found->second;
       out << "," << difference.count << "," << plain(difference.mean) << ","
           << plain(difference.low) << "," << plain(difference.high) << ","
           << plain(difference.simultaneous_low) << "," << plain(difference.simultaneous_high) << ","
@@ -141,8 +145,11 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
 std::string latex_spread(const SettingSummary& setting) {
   const std::string spread =
       setting.loss.count > 1 ? c10::str("$\\pm$", number(setting.loss.deviation), ", ") : "";
+  const std::string failed =
+      setting.failed > 0 ? c10::str(", ", setting.failed, " failed") : std::string();
   return c10::str(
-      "{\\tiny ", spread, "$n=", setting.loss.count, setting.exploratory ? "^e" : "", "$}");
+      "{\\tiny ", spread, "$n=", setting.loss.count, setting.exploratory ? "^e" : "", "$", failed,
+      "}");
 }
 
 std::string latex_number(const VariantSummary& summary, size_t index) {
@@ -180,8 +187,9 @@ void write_table1(std::ostream& out, const Folder& folder, const VariantSummary&
          "Bold: the best rule of a row at that g, "
          "on the seeds that all rules "
       << "have. ▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
-         "settings against it at once. "
-      << "ᵉ △ ▽: exploratory, fewer than " << kEnoughSeeds << " seeds.\n\n"
+         "settings with enough seeds against it at once. "
+      << "ᵉ △ ▽: exploratory, with fewer than " << kEnoughSeeds
+      << " seeds or failed ones, and by the interval that holds for all such.\n\n"
       << "| baseline | validation loss |\n|---|---|\n";
   const auto& cells = table1_cells();
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
@@ -240,8 +248,8 @@ std::string to_markdown(
   out << "\n";
   write_table1(out, folder, analysis.main);
   out << "\n# Every setting\n\nDifferences are taken seed by seed, with 95% intervals: for one "
-      << "comparison, and for all settings against that baseline at once, by which ▲ and ▼ are "
-         "given. "
+      << "comparison, and for all against that baseline at once, by which ▲ and ▼ are "
+         "given: all settings with enough seeds, or all exploratory ones. "
       << "p is two-sided, by flipping signs, and beside it corrected (Holm); of n seeds it cannot "
          "be "
       << "below 2^(1-n), however large the effect.\n\n";
@@ -280,7 +288,7 @@ std::string to_markdown(
 
 std::string to_csv(const Analysis& analysis) {
   std::ostringstream out;
-  out << "variant,setting,title,seeds,exploratory,loss,sd";
+  out << "variant,setting,title,seeds,failed,exploratory,loss,sd";
   for (const std::string baseline : kBaselines) {
     for (const char* column :
          {"seeds", "difference", "low", "high", "simultaneous_low", "simultaneous_high", "p",

@@ -94,7 +94,8 @@ TEST(StudyTest, SettingsAreComparedAtTheBestLearningRateOfEach) {
   EXPECT_EQ(tuned.find("three-way"), nullptr) << "it was tried at one rate alone";
   const auto* heads = tuned.find("head-wise");
   ASSERT_NE(heads, nullptr);
-  EXPECT_NE(heads->title.find(", at 0.0005"), std::string::npos) << heads->title;
+  EXPECT_NE(heads->title.find(", at 0.0005 of 0.001, 0.0005, 0.002"), std::string::npos)
+      << heads->title;
   EXPECT_NE(tuned.find("packed")->title.find(", at 0.001"), std::string::npos);
   EXPECT_EQ(heads->losses.size(), 1) << "of the seeds that all rates have";
   EXPECT_NEAR(heads->against.at("packed").difference.mean, -0.1, 1e-12);
@@ -116,6 +117,33 @@ TEST(StudyTest, UnreadableAndUnfinishedRunsDoNotCount) {
       << "only the seeds that both have";
   EXPECT_TRUE(analysis.main.find("packed")->exploratory);
   EXPECT_EQ(analysis.main.find("nothing"), nullptr);
+}
+
+TEST(StudyTest, WhatLacksFailedSeedsIsExploratory) {
+  const auto folder = folder_of("unused", 8);
+  auto results = results_of(folder, [](const PlannedRun& run, int64_t) {
+    const bool whole = run.setting == "packed" || run.setting == "three-way";
+    return seeded(run) + wobble(run) - (whole ? 0 : 0.1);
+  });
+  for (auto& run : results.runs) {
+    if (run.run.name == "head-wise/seed-7") run.state = RunState::kFailed;
+  }
+  const auto analysis = analyze(folder, results);
+  const auto& heads = *analysis.main.find("head-wise");
+  EXPECT_EQ(heads.failed, 1);
+  EXPECT_TRUE(heads.exploratory && heads.against.at("packed").exploratory);
+  EXPECT_EQ(heads.against.at("packed").family, 1);
+  const auto& single = analysis.main.find("qk-1")->against.at("packed");
+  EXPECT_FALSE(single.exploratory);
+  EXPECT_EQ(single.family, 32) << "all but the baseline and the one that failed";
+  const auto claims = check_claims(folder, results, analysis);
+  EXPECT_EQ(words_of(claims[0]), "contradicted (exploratory)");
+  const std::string table = to_markdown(folder, results, analysis, claims);
+  for (const char* words :
+       {"7, 1 failed |", "ᵉ 1 failed △ (3.2799)", "head-wise is left out: of its runs 1 failed",
+        "7 seeds, others failed"}) {
+    EXPECT_NE(table.find(words), std::string::npos) << words << table;
+  }
 }
 
 TEST(StudyTest, BandsHaveTheStepsThatAllCurvesHave) {
@@ -141,6 +169,24 @@ TEST(TablesTest, TheBestRuleOfARowIsMarked) {
   }
   const std::string latex = to_latex(analysis);
   EXPECT_NE(latex.find("\\textbf{3.95"), std::string::npos) << latex;
+}
+
+TEST(WorkersTest, RunsThatOneMayOnlyReadCanBeLookedAt) {
+  const TemporaryFolder folder;
+  EXPECT_FALSE(train::is_locked(folder / "none"));
+  auto lock = train::wait_for_lock(folder / "", 0);
+  std::filesystem::permissions(folder / "lock", std::filesystem::perms(0444));
+  std::filesystem::permissions(folder / "", std::filesystem::perms(0555));
+  const uid_t own = geteuid();
+  if (own == 0) {  // whom nothing would stop
+    ASSERT_EQ(seteuid(65534), 0);
+  }
+  EXPECT_TRUE(train::is_locked(folder / ""));
+  lock.reset();
+  EXPECT_FALSE(train::is_locked(folder / ""));
+  EXPECT_FALSE(train::is_locked(folder / "")) << "to look leaves no lock behind";
+  ASSERT_EQ(seteuid(own), 0);
+  std::filesystem::permissions(folder / "", std::filesystem::perms(0755));
 }
 
 TEST(WorkersTest, ProgramsEndAsTheyEnd) {

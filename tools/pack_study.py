@@ -1,17 +1,19 @@
 """A study's results in one small file: pack_study.py FOLDER OUT.tar.xz
 
 Unpacked, `group-muon report` makes the same tables of it. Left out are checkpoints, logs, TensorBoard's files, what the report does not
-read of a line, and digits that say nothing; paths are cut to their last part.
+read of a line, lines that are only half written, and digits that say nothing; paths of data and runs are cut to their last part.
 """
 
 import io
 import json
+import os
 import pathlib
 import re
 import sys
 import tarfile
 
-KEPT = ("study.toml", "config.toml", "machine.jsonl", "result.json", "error.txt")
+KEPT = ("machine.jsonl", "result.json", "error.txt")
+CONFIGS = ("study.toml", "config.toml")
 # Of the lines of these files, the keys that are kept; and to how many digits their numbers are, if not to all.
 KEYS = {
     "metrics.jsonl": ("step", "loss", "seconds", "optimizer_seconds", "validation_loss"),
@@ -26,11 +28,12 @@ DIGITS = dict.fromkeys(
 
 
 def short(key: str, value):
-    return float(f"{value:.{DIGITS[key]}g}") if key in DIGITS else value
+    return float(f"{value:.{DIGITS[key]}g}") if key in DIGITS and value is not None else value
 
 
 def thinned(text: str, keys: tuple) -> str:
-    lines = (json.loads(line) for line in text.splitlines())
+    whole = text[: text.rfind("\n") + 1]
+    lines = (json.loads(line) for line in whole.splitlines())
     kept = ({key: short(key, line[key]) for key in keys if key in line} for line in lines)
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept)
 
@@ -48,24 +51,38 @@ def without_places(text: str) -> str:
 def content_of(path: pathlib.Path) -> bytes | None:
     if path.name in KEYS:
         return thinned(path.read_text(), KEYS[path.name]).encode()
-    if path.name in ("study.toml", "config.toml"):
+    if path.name in CONFIGS:
         return without_places(path.read_text()).encode()
     return path.read_bytes() if path.name in KEPT else None
+
+
+def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Those of the study and its runs, but not of checkpoints; by kind, so that files that are alike stand together."""
+    runs = {path.parent for path in folder.rglob("seed-*/config.toml")}
+    found = [folder / "study.toml", *(path for run in runs for path in run.iterdir())]
+    return sorted(filter(pathlib.Path.is_file, found), key=lambda path: (path.name, str(path)))
+
+
+def pack(folder: pathlib.Path, out: pathlib.Path) -> None:
+    """Under its name the archive appears only when it is whole."""
+    unfinished = out.with_name(out.name + ".unfinished")
+    try:
+        with tarfile.open(unfinished, "w:xz", format=tarfile.USTAR_FORMAT) as archive:
+            for path in files_of(folder):
+                if (content := content_of(path)) is None:
+                    continue
+                entry = tarfile.TarInfo(str(path.relative_to(folder)))
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def main() -> None:
     if len(sys.argv) != 3 or not (pathlib.Path(sys.argv[1]) / "study.toml").exists():
         sys.exit(__doc__)
-    folder = pathlib.Path(sys.argv[1])
-    with tarfile.open(sys.argv[2], "w:xz", format=tarfile.USTAR_FORMAT) as archive:
-        # By kind, so that files that are alike stand together.
-        for path in sorted(folder.rglob("*"), key=lambda path: (path.name, str(path))):
-            content = content_of(path) if path.is_file() else None
-            if content is None or "checkpoints" in path.parts:
-                continue
-            entry = tarfile.TarInfo(str(path.relative_to(folder)))
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
+    pack(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
     print(f"wrote {sys.argv[2]}")
 
 

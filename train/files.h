@@ -74,7 +74,7 @@ class FolderLock {
   int descriptor_;
 };
 
-/// Whether a process has the folder. To find out takes the lock for a moment if it is free.
+/// Whether a process has the folder, as far as one may look. To find out keeps others out for a moment if it is free.
 bool is_locked(const std::string& folder);
 
 /// The lock as soon as it is free, or null if it is not within `seconds`.

@@ -43,13 +43,14 @@ def is_own(url, path):
 
 
 @contextlib.contextmanager
-def open_page(path, color_scheme="light", width=1280):
+def open_page(path, color_scheme="light", width=1280, touch=False):
     """The page, and a list that fills with what goes wrong: errors, requests for anything else."""
     path = pathlib.Path(path).resolve()
     problems = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme=color_scheme, viewport={"width": width, "height": 900})
+        size = {"width": width, "height": 900}
+        page = browser.new_page(color_scheme=color_scheme, viewport=size, has_touch=touch)
         page.on(
             "console",
             lambda line: problems.append(f"console: {line.text}") if line.type == "error" else None,

@@ -122,7 +122,7 @@ def test_figures_are_drawn_as_svg_and_png(study):
         assert "<svg" in svg and (study / f"report/figures/{name}.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "shorter", "gap", "nan", "result"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "shorter", "gap", "nan", "result", "config"])
 def test_damaged_files_are_reported_and_left_out(copy, damage):
     run = copy / "qk-1/seed-1"
     metrics = run / "metrics.jsonl"
@@ -138,6 +138,8 @@ def test_damaged_files_are_reported_and_left_out(copy, damage):
         metrics.write_text("".join(lines[:4] + lines[6:]))
     elif damage == "nan":
         metrics.write_text(re.sub(r'("validation_loss":)[\d.]+', r"\1null", text))
+    elif damage == "config":
+        (run / "config.toml").unlink()
     else:
         (run / "result.json").write_text("{")
     done = program("report", copy, "--no-figures")
@@ -146,6 +148,29 @@ def test_damaged_files_are_reported_and_left_out(copy, damage):
     assert setting(report, "qk-1")["count"] == 1 and setting(report, "packed")["count"] == 2
     assert [run["state"] for run in report["runs"]].count("unreadable") == 1
     assert len(report["problems"]) == 1
+    assert setting(report, "qk-1")["failed"] == 1
+
+
+def test_runs_of_different_programs_are_noted(copy):
+    machine = copy / "qk-1/seed-1/machine.jsonl"
+    first = json.loads(machine.read_text())
+    machine.write_text(machine.read_text() + json.dumps({**first, "torch": "1.0"}) + "\n")
+    assert "note: runs differ in torch: 1.0, 2." in program("report", copy, "--no-figures").stdout
+
+
+def test_figures_with_one_validation_have_no_empty_panels(copy):
+    for path in copy.rglob("metrics.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        kept = (li for li in lines if "validation_loss" not in li or '"step":12,' in li)
+        path.write_text("".join(kept))
+    program("report", copy)
+    svg = (copy / "report/figures/figure2.svg").read_text()
+    assert "late: validation loss" in svg and "early: validation loss" not in svg
+    if CHROMIUM:
+        with open_page(copy / "report/report.html") as (page, problems):
+            page.locator("#figure2 select").select_option(label="loss")
+            assert page.locator("#figure2 h4").all_inner_texts() == ["Late: loss"]
+            assert problems == []
 
 
 def test_a_study_that_has_just_begun_has_a_report(copy, study):
@@ -198,6 +223,35 @@ def test_hovering_a_curve_shows_its_value(study):
         step = int(re.search(r"step (\d+)", text).group(1))
         band = report["differences"]["packed"]["qk-6-random"]
         assert f"{band['mean'][band['steps'].index(step)]:.5f}" in text
+        assert problems == []
+
+
+@browser
+def test_fingers_and_keys_reach_what_the_mouse_does(study):
+    with open_page(study / "report/report.html", width=400, touch=True) as (page, problems):
+        tip = page.locator(".tooltip")
+        page.locator("#table1 td.result", has_text="3.2722").tap()
+        assert "minus packed" in tip.inner_text() and "at once" in tip.inner_text()
+        page.locator("#effects g.row").first.tap()
+        assert tip.is_visible()
+        page.locator("#figure1 svg[role=img]").first.tap()
+        assert re.search(r"step \d+: \d\.\d{4}", tip.inner_text())
+        page.locator("#table1 h2").tap()
+        assert tip.is_hidden()
+    with open_page(study / "report/report.html") as (page, problems):
+        tip = page.locator(".tooltip")
+        rows = page.locator("#effects g.row")
+        assert "minus packed" in rows.first.get_attribute("aria-label")
+        rows.first.focus()
+        page.keyboard.press("Tab")
+        assert tip.is_visible()
+        page.keyboard.press("Escape")
+        assert tip.is_hidden()
+        page.locator("#figure1 svg[role=img]").first.focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("+")
+        page.get_by_role("button", name="whole range").press("Enter")
+        assert page.evaluate("document.activeElement.tagName") == "svg"
         assert problems == []
 
 

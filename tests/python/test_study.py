@@ -11,7 +11,7 @@ import time
 
 import pytest
 from private_slurm import installed, private_slurm, wait_for_job
-from running import PROGRAM, curve, last_weights, program, train
+from running import PROGRAM, curve, last_weights, program, train, values
 
 STUDY = """
 settings = ["packed", "three-way", "qk-2-random"]
@@ -254,6 +254,10 @@ def test_a_changed_study_is_noticed(finished, study, tmp_path):
     assert "the study has changed since 6 runs" in changed.stderr
     removed = program("study", study(STUDY.replace("warmdown = 4\n", "")), *words, check=False)
     assert removed.returncode == 1 and "warmdown" in removed.stderr, removed.stderr
+    longer = study(STUDY.replace("steps = 12", "steps = 13"))
+    assert program("study", longer, *words, "--dry-run", check=False).returncode == 1
+    listed = program("study", longer, *words, "--list").stdout
+    assert listed.count("is another run than this: steps = 13 conflicts") == 6, listed
 
 
 def test_a_study_can_grow_and_shrink(finished, study, tmp_path):
@@ -265,6 +269,24 @@ def test_a_study_can_grow_and_shrink(finished, study, tmp_path):
     fewer = program("study", study(STUDY.replace('"three-way", ', "")), *words)
     assert "note: 5 of the runs in the folder are not in the study" in fewer.stdout
     assert "4 of 4 done" in fewer.stdout and (copy / "three-way/seed-0/result.json").exists()
+
+
+def test_runs_that_leave_the_study_while_it_runs_are_let_go(finished, study, tmp_path):
+    _, _, _, data = finished
+    out = tmp_path / "study"
+    words = ("--data", data, "--out", out)
+    file = study(STUDY.replace("seeds = 2", "seeds = 1"))
+    worker = subprocess.Popen(
+        [PROGRAM, "study", file, *words, "--jobs", "1"], stdout=subprocess.PIPE, text=True
+    )
+    until(lambda: (out / "packed/seed-0/metrics.jsonl").exists())
+    written = out / "study.toml"
+    written.write_text(
+        written.read_text().replace("'qk-2-random'", "").replace("'three-way',", "'three-way'")
+    )
+    said, _ = worker.communicate(timeout=120)
+    assert worker.returncode == 0 and "2 of 2 done, 0 running, 0 failed" in said, said
+    assert not (out / "qk-2-random/seed-0/error.txt").exists()
 
 
 def test_an_edited_folder_is_noticed(finished, tmp_path):
@@ -297,9 +319,11 @@ def test_damaged_results_are_failures_of_their_run_alone(finished, tmp_path):
     shutil.rmtree(copy / "packed/seed-1")
     done = program("study", copy, check=False)
     assert done.returncode == 1 and "5 of 6 done, 0 running, 1 failed" in done.stdout
-    assert "result.json cannot be read; delete it" in program("study", copy, "--list").stdout
-    (copy / "packed/seed-0/result.json").unlink()
-    assert "6 of 6 done" in program("study", copy).stdout
+    assert "result.json cannot be read; with --retry" in program("study", copy, "--list").stdout
+    assert "6 of 6 done" in program("study", copy, "--retry").stdout
+    assert values(copy / "packed/seed-0", "validation_loss") == values(
+        out / "packed/seed-0", "validation_loss"
+    )
 
 
 def test_a_stop_while_runs_start_is_no_failure(finished, study, tmp_path):

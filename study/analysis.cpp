@@ -168,6 +168,24 @@ std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis)
   return tuned;
 }
 
+VariantSummary compare_group_sizes(const Study& study, const Results& results) {
+  std::vector<std::string> names;
+  std::map<int64_t, size_t> settings_with;  // by seed
+  for (const std::string name :
+       {"packed", "three-way", "qk-1", "qk-2-random", "qk-3-random", "qk-4-random",
+        "qk-6-random"}) {
+    const auto losses = losses_of(results, name);
+    if (losses.empty()) continue;
+    names.push_back(name);
+    for (const auto& [seed, loss] : losses) ++settings_with[seed];
+  }
+  Results common;
+  for (const auto& result : results.runs) {
+    if (settings_with[result.run.seed] == names.size()) common.runs.push_back(result);
+  }
+  return summarize_variant(study, common, "", {}, names);
+}
+
 std::optional<Noise> measure_noise(const Folder& folder, const Results& results) {
   const std::string& setting = folder.study.noise_setting;
   const auto differences =
@@ -290,6 +308,7 @@ Analysis analyze(const Folder& folder, const Results& results) {
         summarize_variant(folder.study, results, variant.name, variant.options, variant.settings));
   }
   if (auto tuned = tune(folder.study, analysis)) analysis.variants.push_back(std::move(*tuned));
+  analysis.group_sizes = compare_group_sizes(folder.study, results);
   analysis.noise = measure_noise(folder, results);
   return analysis;
 }

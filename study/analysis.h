@@ -75,6 +75,8 @@ struct Noise {
 struct Analysis {
   VariantSummary main;
   std::vector<VariantSummary> variants;  // and each at its best muon-lr, if some differ in that
+  /// Whole matrices and QK in random groups, on the seeds that all of these have: they are compared with each other.
+  VariantSummary group_sizes;
   std::optional<Noise> noise;
 };
 

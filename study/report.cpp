@@ -233,6 +233,7 @@ Json to_json(
       {"cells", cells_of(analysis)},
       {"noise", analysis.noise ? to_json(*analysis.noise) : Json()},
       {"variants", variants_of(analysis)},
+      {"group_sizes", to_json(analysis.group_sizes)},
       {"conclusions", conclusions(analysis)},
       {"claims", to_json(claims)},
       {"diagnostics", diagnostics_of(results)},

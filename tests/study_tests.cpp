@@ -119,6 +119,21 @@ TEST(StudyTest, UnreadableAndUnfinishedRunsDoNotCount) {
   EXPECT_EQ(analysis.main.find("nothing"), nullptr);
 }
 
+TEST(StudyTest, GroupSizesAreComparedOnTheSeedsThatAllHave) {
+  const auto folder = folder_of("unused", 3);
+  auto results = results_of(folder, [](const PlannedRun& run, int64_t) { return seeded(run); });
+  for (auto& run : results.runs) {
+    const bool missing = run.run.setting == "qk-2-random" && run.run.seed != 1;
+    if (missing || run.run.setting == "qk-3-random") run.state = RunState::kWaiting;
+  }
+  const auto sizes = analyze(folder, results).group_sizes;
+  ASSERT_EQ(sizes.settings.size(), 6) << "all that have results";
+  for (const auto& setting : sizes.settings) {
+    EXPECT_EQ(setting.curve.count, 1) << setting.name;
+    EXPECT_EQ(setting.curve.mean.back(), 4.1) << setting.name;
+  }
+}
+
 TEST(StudyTest, WhatLacksFailedSeedsIsExploratory) {
   const auto folder = folder_of("unused", 8);
   auto results = results_of(folder, [](const PlannedRun& run, int64_t) {

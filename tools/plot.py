@@ -356,11 +356,12 @@ def present_baselines(report: dict, setting: str) -> list[str]:
 
 
 def study_figure2(report: dict):
-    """Thirds of the training: losses above, differences to packed below."""
-    titles = titles_of(report)
-    names = ("packed", "three-way", "qk-1", *(f"qk-{g}-random" for g in SIZES[1:]))
-    kinds = [("validation loss", report["curves"])]
-    kinds.append(("loss minus packed", report["differences"].get("packed", {})))
+    """Thirds of the training: losses above, differences to packed below; of the seeds that all have."""
+    sizes = report["group_sizes"]
+    titles = titles_of(sizes)
+    names = list(titles)
+    kinds = [("validation loss", sizes["curves"])]
+    kinds.append(("loss minus packed", sizes["differences"].get("packed", {})))
     kinds = [(label, curves) for label, curves in kinds if present(names, curves)]
     if not kinds:
         return None

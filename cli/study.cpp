@@ -50,6 +50,9 @@ study::Folder folder_of(const StudyArguments& arguments) {
         "' has its data and its folder already; --data and --out are for study files");
     return study::open_folder(arguments.file);
   }
+  TORCH_CHECK_VALUE(
+      fs::exists(arguments.file), "there is no '", arguments.file,
+      "': give a study file, the folder of a study, or 'run' for one of its runs");
   study::Study study = study::read_study(arguments.file);
   if (!arguments.data.empty()) study.data = fs::absolute(arguments.data).lexically_normal();
   const std::string out =
@@ -209,6 +212,7 @@ void run(const StudyArguments& arguments) {
   const auto folder = folder_of(arguments);
   study::check_configs(folder);
   if (arguments.list) return list(folder);
+  study::read_data(folder);  // before anything is written
   if (arguments.dry_run) {
     study::refuse_changes(folder);
   } else {

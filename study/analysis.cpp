@@ -8,17 +8,20 @@ namespace {
 
 // What all runs of a setting cost together.
 void summarize_cost(const std::vector<const RunResult*>& runs, SettingSummary& summary) {
-  double tokens = 0, seconds = 0, optimizer = 0;
+  double tokens = 0, seconds = 0, optimizer = 0, parted = 0;
   for (const auto* run : runs) {
     seconds += run->seconds;
     tokens += run->tokens_per_second * run->seconds;
-    optimizer += run->optimizer_share * run->seconds;
+    if (std::isfinite(run->optimizer_share)) {
+      parted += run->seconds;
+      optimizer += run->optimizer_share * run->seconds;
+    }
     summary.slowest = std::fmin(summary.slowest, run->tokens_per_second);
     summary.fastest = std::fmax(summary.fastest, run->tokens_per_second);
   }
   if (runs.empty()) return;
   summary.tokens_per_second = tokens / seconds;
-  summary.optimizer_share = optimizer / seconds;
+  summary.optimizer_share = optimizer / parted;
   summary.seconds = seconds / static_cast<double>(runs.size());
 }
 

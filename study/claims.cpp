@@ -45,12 +45,12 @@ std::string show(const Difference& difference) {
 // Settings and how much each counts.
 using Terms = std::vector<std::pair<double, std::string>>;
 
-// What the study itself, without variants, says about a sum of losses, for each seed that all of them have.
-Difference sum_of(const Analysis& analysis, const Terms& terms, double alpha = kLevel) {
+// What runs of one kind say about a sum of losses, for each seed that all of them have.
+Difference sum_of(const VariantSummary& summary, const Terms& terms, double alpha = kLevel) {
   std::map<int64_t, std::pair<size_t, double>> by_seed;
   bool whole = true;
   for (const auto& [weight, name] : terms) {
-    const auto* setting = analysis.main.find(name);
+    const auto* setting = summary.find(name);
     if (setting == nullptr) return Difference({});
     whole = whole && setting->failed == 0;
     for (const auto& [seed, loss] : setting->losses) {
@@ -68,8 +68,9 @@ Difference sum_of(const Analysis& analysis, const Terms& terms, double alpha = k
 }
 
 Difference between(
-    const Analysis& analysis, const std::string& a, const std::string& b, double alpha = kLevel) {
-  return sum_of(analysis, {{1, a}, {-1, b}}, alpha);
+    const VariantSummary& summary, const std::string& a, const std::string& b,
+    double alpha = kLevel) {
+  return sum_of(summary, {{1, a}, {-1, b}}, alpha);
 }
 
 // A verdict that rests on those differences is as good as the one with the fewest seeds.
@@ -125,7 +126,18 @@ std::vector<Training> trainings(const Folder& folder) {
   return list;
 }
 
-// Head-wise less a baseline, early and at the end.
+std::string words_before(const Training& training) {
+  return training.variant.empty() ? "" : training.variant + ": ";
+}
+
+const VariantSummary& summary_of(const Analysis& analysis, const Training& training) {
+  for (const auto& variant : analysis.variants) {
+    if (variant.name == training.variant) return variant;
+  }
+  return analysis.main;
+}
+
+// Head-wise minus a baseline, early and at the end.
 struct EarlyAndLate {
   Interval early, late;
   bool enough;
@@ -156,10 +168,11 @@ std::optional<EarlyAndLate> early_and_late(
                      failures_of(results, baseline, training.variant) == 0;
   const bool enough = whole && band.count >= kEnoughSeeds;
   const std::string text = c10::str(
-      training.variant.empty() ? "" : training.variant + ": ", "head-wise less ", baseline, ", ",
-      band.count, band.count == 1 ? " seed" : " seeds",
-      whole ? ": " : ", others failed: ", show_at(early), ", ", show_at(last),
-      from < 0 ? "; no crossing" : c10::str("; crossing between steps ", from, " and ", to));
+      words_before(training), "head-wise minus ", baseline, ", ", band.count,
+      band.count == 1 ? " seed" : " seeds", whole ? ": " : ", others failed: ", show_at(early),
+      ", ", show_at(last),
+      from < 0 ? std::string("; no crossing to above zero")
+               : c10::str("; crossing to above zero between steps ", from, " and ", to));
   // Too late for early.
   const bool is_early = 5 * band.steps[early] <= training.steps;
   return EarlyAndLate{is_early ? at(early) : Interval{}, at(last), enough, text};
@@ -183,8 +196,7 @@ Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
       better += found->late.high < 0 ? 1 : 0;
       worse += found->late.low > 0 ? 1 : 0;
     }
-    if (compared < 2) continue;                   // it takes both baselines, with intervals
-    if (!enough && !claim.exploratory) continue;  // few seeds of a long training outweigh no eight
+    if (compared < 2) continue;  // it takes both baselines, with intervals
     claim.exploratory = !enough;
     claim.verdict = faster == 2 && worse == 2    ? Verdict::kSupported
                     : slower == 2 || better == 2 ? Verdict::kContradicted
@@ -194,28 +206,33 @@ Claim head_wise_early_full_late(const Folder& folder, const Results& results) {
   claim.evidence.push_back(
       "Supported if, against both baselines, head-wise is below at the validation nearest to a "
       "tenth of the training (a fifth at most) and above at its end; contradicted if it is above "
-      "early or below at the end. The longest training with enough seeds decides, or, without one, "
-      "the longest with intervals");
+      "early or below at the end. The longest training with intervals decides");
   return claim;
 }
 
-Claim better_with_size(const Analysis& analysis) {
+Claim better_with_size(const Folder& folder, const Analysis& analysis) {
   Claim claim{2, "QK with random groups gets better with g up to 6"};
   const double alpha = kLevel / static_cast<double>(std::size(kSizes));
-  const auto ends = between(analysis, "qk-6-random", "qk-1", alpha);
-  claim.evidence.push_back("g = 6 less g = 1: " + show(ends));
+  auto ends = between(analysis.main, "qk-6-random", "qk-1", alpha);
+  for (const auto& training : trainings(folder)) {
+    const auto found = between(summary_of(analysis, training), "qk-6-random", "qk-1", alpha);
+    if (found.values.empty() && !training.variant.empty()) continue;
+    claim.evidence.push_back(words_before(training) + "g = 6 minus g = 1: " + show(found));
+    if (found.is_tested()) ends = found;
+  }
   std::vector<Difference> all = {ends};
   for (size_t i = 1; i < std::size(kSizes); ++i) {
     const auto step = between(
-        analysis, grouped("qk", kSizes[i], "random"), grouped("qk", kSizes[i - 1], "random"),
+        analysis.main, grouped("qk", kSizes[i], "random"), grouped("qk", kSizes[i - 1], "random"),
         alpha);
     claim.evidence.push_back(
-        c10::str("g = ", kSizes[i], " less g = ", kSizes[i - 1], ": ", show(step)));
+        c10::str("g = ", kSizes[i], " minus g = ", kSizes[i - 1], ": ", show(step)));
     all.push_back(step);
   }
   claim.evidence.push_back(
       "Supported if g = 6 is below g = 1, all steps have intervals and none is above zero; "
-      "contradicted if any of these is above; intervals hold for all five at once");
+      "contradicted if any of these is above; intervals hold for all five at once. Of g = 6 and "
+      "g = 1 the longest training with intervals decides");
   const auto above = std::find_if(all.begin(), all.end(), std::mem_fn(&Difference::is_above));
   if (above != all.end()) {
     decide(claim, Verdict::kContradicted, {*above});
@@ -235,9 +252,9 @@ Claim random_is_best(const Analysis& analysis) {
       terms.emplace_back(0.25, grouped("qk", g, "random"));
       terms.emplace_back(-0.25, grouped("qk", g, rule));
     }
-    both.push_back(sum_of(analysis, terms, kLevel / 2));
+    both.push_back(sum_of(analysis.main, terms, kLevel / 2));
     claim.evidence.push_back(
-        c10::str("QK, random less ", rule, ", mean over g = 2, 3, 4, 6: ", show(both.back())));
+        c10::str("QK, random minus ", rule, ", mean over g = 2, 3, 4, 6: ", show(both.back())));
   }
   claim.evidence.push_back(
       "Supported if both are below zero, contradicted if one is above; intervals hold for both at "
@@ -274,21 +291,22 @@ Claim no_gain_of_v(const Analysis& analysis) {
   };
   for (const char* base : {"three-way", "packed"}) {
     const auto lower = std::count_if(settings.begin(), settings.end(), [&](const auto& setting) {
-      return between(analysis, setting, base).interval.mean < 0;
+      return between(analysis.main, setting, base).interval.mean < 0;
     });
     claim.evidence.push_back(
         c10::str(
-            "mean of ", settings.size(), " of ", settings_of_row("v-"), " settings less ", base,
-            ": ", show(sum_of(analysis, mean_less(base))), "; lower: ", lower));
+            "mean of ", settings.size(), " of ", settings_of_row("v-"), " settings minus ", base,
+            ": ", show(sum_of(analysis.main, mean_less(base))), "; lower: ", lower));
   }
   // Packed differs in more than V.
-  const auto difference = sum_of(analysis, mean_less("three-way"));
-  const auto gain = between(analysis, "qk-6-random", "three-way");
-  const auto margin = sum_of(analysis, with_half_the_gain(mean_less("three-way")));
+  const auto difference = sum_of(analysis.main, mean_less("three-way"));
+  const auto gain = between(analysis.main, "qk-6-random", "three-way");
+  const auto margin = sum_of(analysis.main, with_half_the_gain(mean_less("three-way")));
   claim.evidence.push_back(
-      "the mean less three-way, and half of what QK g = 6 random gains on it: " + show(margin));
+      "the mean minus three-way, plus half of what QK g = 6 random gains on it: " + show(margin) +
+      "; above zero, V gains less than half as much");
   claim.evidence.push_back(
-      "Decided by the mean less three-way, with at least half of the settings: contradicted if it "
+      "Decided by the mean minus three-way, with at least half of the settings: contradicted if it "
       "is below zero; supported if it is above, or if it is above with half of QK's gain added, "
       "where QK gains");
   if (2 * settings.size() < settings_of_row("v-")) return claim;
@@ -310,16 +328,16 @@ Claim fixed_qk_adds_nothing(const Analysis& analysis) {
     return claim;
   }
   const double alpha = kLevel / static_cast<double>(settings.size());
-  const bool gains = between(analysis, "qk-6-random", "three-way").is_below();
+  const bool gains = between(analysis.main, "qk-6-random", "three-way").is_below();
   std::vector<Difference> below, within;
   for (const auto& setting : settings) {
     const Terms terms = {{1, setting}, {-1, "qk-6-random"}};
-    const auto difference = sum_of(analysis, terms, alpha);
-    const auto margin = sum_of(analysis, with_half_the_gain(terms), alpha);
+    const auto difference = sum_of(analysis.main, terms, alpha);
+    const auto margin = sum_of(analysis.main, with_half_the_gain(terms), alpha);
     claim.evidence.push_back(
         c10::str(
-            setting, " less qk-6-random: ", show(difference),
-            "; and half of QK's gain: ", show(margin)));
+            setting, " minus qk-6-random: ", show(difference),
+            "; plus half of what that gains on three-way: ", show(margin)));
     if (difference.is_below()) below.push_back(difference);
     if (difference.is_above() || (gains && margin.is_above())) within.push_back(difference);
   }
@@ -369,9 +387,9 @@ Claim best_beats_both(const Analysis& analysis) {
   for (const auto& name : groupings) {
     Rival rival{name, {}};
     for (const char* other : kWholeOrSingle) {
-      rival.less.push_back(between(analysis, name, other, alpha));
+      rival.less.push_back(between(analysis.main, name, other, alpha));
       const double third = alpha / std::size(kWholeOrSingle);  // it has three ways to lose
-      rival.loses = rival.loses || between(analysis, name, other, third).is_above();
+      rival.loses = rival.loses || between(analysis.main, name, other, third).is_above();
     }
     if (!rival.less.front().values.empty()) rivals.push_back(std::move(rival));
   }
@@ -384,7 +402,7 @@ Claim best_beats_both(const Analysis& analysis) {
       [](const auto& a, const auto& b) { return a.rank() < b.rank(); });
   for (size_t i = 0; i < best.less.size(); ++i) {
     claim.evidence.push_back(
-        c10::str(best.name, " less ", kWholeOrSingle[i], ": ", show(best.less[i])));
+        c10::str(best.name, " minus ", kWholeOrSingle[i], ": ", show(best.less[i])));
   }
   claim.evidence.push_back(
       c10::str(
@@ -501,6 +519,39 @@ Claim larger_norms(const Results& results) {
   return claim;
 }
 
+// Where seeds are many for some and few for others, neither means nor differences to a baseline can be compared across
+// all: the order on the seeds that all have, or "".
+std::string order_of_all(const Analysis& analysis) {
+  constexpr size_t kShown = 4;
+  std::vector<std::pair<double, std::string>> order;
+  std::map<int64_t, size_t> settings_with;  // by seed
+  bool uneven = false;
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.losses.empty()) continue;
+    order.emplace_back(0, setting.name);
+    for (const auto& [seed, loss] : setting.losses) ++settings_with[seed];
+  }
+  std::erase_if(settings_with, [&](const auto& item) {
+    uneven = uneven || item.second < order.size();
+    return item.second < order.size();
+  });
+  if (!uneven || settings_with.empty() || order.size() < 2) return "";
+  for (auto& [mean, name] : order) {
+    for (const auto& [seed, count] : settings_with) {
+      mean += analysis.main.find(name)->losses.at(seed) / static_cast<double>(settings_with.size());
+    }
+  }
+  std::sort(order.begin(), order.end());
+  std::string list;
+  for (size_t i = 0; i < std::min(order.size(), kShown); ++i) {
+    list += i == 0 ? order[i].second
+                   : ", " + order[i].second + format(" (%+.4f)", order[i].first - order[0].first);
+  }
+  return c10::str(
+      "On the ", settings_with.size(), settings_with.size() == 1 ? " seed" : " seeds", " that all ",
+      order.size(), " settings have, the lowest are ", list, ": exploratory.");
+}
+
 }  // namespace
 
 std::string to_string(Verdict verdict) {
@@ -542,23 +593,23 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
   // Seeds differ more than settings do, so the lowest is found by differences to one of them.
   const std::string& reference = settings.front()->name;
   const auto mean = [&](const SettingSummary* setting) {
-    return between(analysis, setting->name, reference).interval.mean;
+    return between(analysis.main, setting->name, reference).interval.mean;
   };
   const auto* best = *std::min_element(
       settings.begin(), settings.end(),
       [&](const auto* a, const auto* b) { return mean(a) < mean(b); });
   std::vector<std::string> lines = {c10::str(
-      "Of the ", settings.size(), " settings with enough seeds, ", best->name,
-      " is lowest: ", format("%.4f, ", best->loss.mean), best->loss.count, " seeds.")};
+      "Of the ", settings.size(), " settings with enough seeds, ", best->name, " (", best->title,
+      ") is lowest: ", format("%.4f, ", best->loss.mean), best->loss.count, " seeds.")};
   // Any of them might have been the lowest: intervals hold for all pairs at once.
   const auto count = static_cast<double>(settings.size());
   const double alpha = kLevel / std::max(1.0, count * (count - 1) / 2);
   std::vector<std::string> apart, alike;
   for (const auto* setting : settings) {
     if (setting == best) continue;
-    const auto difference = between(analysis, best->name, setting->name, alpha);
+    const auto difference = between(analysis.main, best->name, setting->name, alpha);
     if (difference.is_below()) {
-      apart.push_back(c10::str(best->name, " less ", setting->name, ": ", show(difference), "."));
+      apart.push_back(c10::str(best->name, " minus ", setting->name, ": ", show(difference), "."));
     } else {
       alike.push_back(setting->name);
     }
@@ -583,6 +634,7 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
             setting.name, " is left out: of its runs ", setting.failed,
             " failed, and those that are left may be the lucky ones."));
   }
+  if (auto order = order_of_all(analysis); !order.empty()) lines.push_back(std::move(order));
   return lines;
 }
 
@@ -590,7 +642,7 @@ std::vector<Claim> check_claims(
     const Folder& folder, const Results& results, const Analysis& analysis) {
   return {
       head_wise_early_full_late(folder, results),
-      better_with_size(analysis),
+      better_with_size(folder, analysis),
       random_is_best(analysis),
       no_gain_of_v(analysis),
       fixed_qk_adds_nothing(analysis),

@@ -102,6 +102,10 @@ std::vector<std::string> runs_without_plan(const Folder& folder) {
   return names;
 }
 
+void read_data(const Folder& folder) {
+  if (!folder.plan.empty()) train::checksum_of_data(config_of(folder, folder.plan.front()));
+}
+
 void check_data(const Folder& folder) {
   if (folder.plan.empty()) return;
   const uint32_t checksum = train::checksum_of_data(config_of(folder, folder.plan.front()));

@@ -258,6 +258,9 @@ void read_noise(const toml::table& table, Study& study) {
 }
 
 Study study_of(const toml::table& file, const fs::path& folder) {
+  TORCH_CHECK_VALUE(
+      file.contains("settings") || !(file.contains("model") || file.contains("muon")),
+      "this is a configuration of group-muon train, not a study; a study can have it as its base");
   check_words(
       file, {"data", "keep-checkpoints", "base", "settings", "own-settings", "seeds", "options",
              "more-seeds", "variants", "noise"});

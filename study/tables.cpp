@@ -61,7 +61,7 @@ std::string interval(const Paired& paired) {
 void write_settings(std::ostream& out, const VariantSummary& summary) {
   out << "| setting | seeds | loss | sd |";
   for (const char* baseline : kBaselines) {
-    out << " less " << baseline << " | for all | p | Holm | |";
+    out << " minus " << baseline << " | for all | p | Holm | |";
   }
   out << "\n|---|---:|---:|---:|---|---|---:|---:|---|---|---|---:|---:|---|\n";
   for (const auto& setting : summary.settings) {
@@ -183,7 +183,8 @@ void write_table1(std::ostream& out, const Folder& folder, const VariantSummary&
   out << "# Table 1\n\nValidation loss after " << config.steps << " steps of "
       << config.batch * config.context << " tokens: mean ± standard deviation over seeds, and in "
       << "parentheses the paper's, of another model and text. Where the numbers of seeds "
-      << "differ, compare by the paired differences below. g = 1 is one result for all rules. "
+      << "differ, numbers are of different seeds, and so are differences to a baseline: see the "
+         "order above, on the seeds that all have. g = 1 is one result for all rules. "
          "Bold: the best rule of a row at that g, "
          "on the seeds that all rules "
       << "have. ▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
@@ -262,7 +263,7 @@ std::string to_markdown(
   if (analysis.noise) {
     const auto& noise = *analysis.noise;
     out << "Noise: " << noise.setting
-        << " from weights moved by one rounding error less itself: " << interval(noise.difference)
+        << " from weights moved by one rounding error minus itself: " << interval(noise.difference)
         << ", " << noise.difference.count << (noise.difference.count == 1 ? " seed" : " seeds")
         << "; standard deviation " << number(noise.deviation) << ", largest "
         << number(noise.largest) << ".\n\n";
@@ -307,9 +308,12 @@ std::string to_latex(const Analysis& analysis) {
   const auto& cells = table1_cells();
   out << "% Needs booktabs and multirow. Mean and standard deviation over n seeds, e: exploratory; "
          "in\n"
-      << "% parentheses the paper's numbers, of another model and text. Whether settings differ is "
-         "a\n"
-      << "% matter of paired differences: see table.md.\n"
+      << "% parentheses the paper's numbers, of another model and text. Bold: the best rule of a "
+         "row "
+         "at\n"
+      << "% that g, on the seeds that all rules have. Whether settings differ is a matter of "
+         "paired\n"
+      << "% differences: see table.md.\n"
       << "\\begin{tabular}{llccccc}\n\\toprule\n"
       << "\\multicolumn{2}{l}{Baselines} & \\multicolumn{5}{c}{Validation loss} \\\\\n\\midrule\n";
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {

@@ -164,7 +164,7 @@ def main() -> None:
     ).stdout.decode(errors="replace")
     say("   " + text.strip().replace("\n", "\n   "))
     say(f"\ndata       {data}\nmodels     {' '.join(str(run.folder) for run in runs)}")
-    say(f"picture    {picture}\nmore       tensorboard --logdir {folder}")
+    say(f"picture    {picture}\nmore       .venv/bin/tensorboard --logdir {folder}")
     say(f"all of it took {clock(time.time() - began)} minutes")
 
 

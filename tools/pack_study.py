@@ -1,6 +1,6 @@
 """A study's results in one small file: pack_study.py FOLDER OUT.tar.xz
 
-Unpacked, `group-muon report` makes the same tables of it. Left out are checkpoints, logs, TensorBoard's files, what the report does not
+Unpacked, into a folder of the study's name, `group-muon report` makes the same tables of it. Left out are checkpoints, logs, TensorBoard's files, what the report does not
 read of a line, lines that are only half written, and digits that say nothing; paths of data and runs are cut to their last part.
 """
 
@@ -71,7 +71,7 @@ def pack(folder: pathlib.Path, out: pathlib.Path) -> None:
             for path in files_of(folder):
                 if (content := content_of(path)) is None:
                     continue
-                entry = tarfile.TarInfo(str(path.relative_to(folder)))
+                entry = tarfile.TarInfo(str(folder.name / path.relative_to(folder)))
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
         os.replace(unfinished, out)
@@ -82,7 +82,7 @@ def pack(folder: pathlib.Path, out: pathlib.Path) -> None:
 def main() -> None:
     if len(sys.argv) != 3 or not (pathlib.Path(sys.argv[1]) / "study.toml").exists():
         sys.exit(__doc__)
-    pack(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    pack(pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]))
     print(f"wrote {sys.argv[2]}")
 
 

@@ -282,6 +282,8 @@ def draw_band(axes, curve: dict, label: str, style: dict, first: float = 0, last
     ends = [max(first, steps[0]), last]
     shown = numpy.unique([*ends, *(step for step in steps if ends[0] <= step <= last)])
     mean, low, high = (numpy.interp(shown, steps, array(curve[k])) for k in ("mean", "low", "high"))
+    if curve["count"] < 3 and "(n = " not in label:
+        label = f"{label} (n = {curve['count']}, no band)"
     axes.plot(shown, mean, label=label, linewidth=1.5, **style)
     measured = (steps >= ends[0]) & (steps <= last)
     if measured.sum() <= 40:
@@ -437,7 +439,7 @@ def study_effects(report: dict):
     )  # fmt: skip
     for axes, base in zip(row.flat, bases):
         pairs = [(setting, pair) for setting in shown if (pair := pair_of(setting, base))]
-        axes.set_xlim(*effects_range([pair for _, pair in pairs]))
+        left, right = axes.set_xlim(*effects_range([pair for _, pair in pairs]))
         axes.axvline(0, color="#555555", linewidth=0.8)
         for setting, pair in pairs:
             place = shown.index(setting)
@@ -446,6 +448,10 @@ def study_effects(report: dict):
             axes.barh(place, 2 * width, left=-width, height=0.9, color="#888888", alpha=0.2)
             if pair["low"] is not None:
                 axes.plot([pair["low"], pair["high"]], [place, place], color=color, linewidth=1.5)
+                if pair["low"] < left:
+                    axes.plot(left, place, "<", color=color, clip_on=False, markersize=6)
+                if pair["high"] > right:
+                    axes.plot(right, place, ">", color=color, clip_on=False, markersize=6)
             face = "white" if pair["exploratory"] else color
             axes.plot(pair["mean"], place, "o", color=color, markerfacecolor=face, markersize=5)
         axes.set_title(f"Final loss minus {base}, 95% intervals")
@@ -458,7 +464,7 @@ def study_effects(report: dict):
     tidy(row.flat)
     for axes in row.flat:
         grey = "; grey: noise" if noise_of(report, 1) else ""
-        axes.set_xlabel(f"difference: left is better; hollow: exploratory{grey}")
+        axes.set_xlabel(f"difference: left is better; hollow: exploratory; arrows: goes on{grey}")
     return figure
 
 

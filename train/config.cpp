@@ -284,9 +284,7 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
     if (before == now || key.on_change == OnChange::kFree) continue;
     TORCH_CHECK_VALUE(
         key.on_change == OnChange::kRounding, key.name, " = ", now, " conflicts with the run's ",
-        before,
-        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
-        "this one's weights: --init RUN --out ANOTHER");
+        before);
     notes.push_back(
         c10::str(
             key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit"));

@@ -520,7 +520,14 @@ Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<
   if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {
     run.config.out = saved.out;
   }
-  run.notes = compare_for_resume(saved, run.config);
+  try {
+    run.notes = compare_for_resume(saved, run.config);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(
+        false, error.what_without_backtrace(),
+        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
+        "this one's weights: --init RUN --out ANOTHER");
+  }
   run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(
       run.checkpoint.empty() ? "there is no checkpoint yet: the run begins anew"

@@ -16,9 +16,10 @@ sys.path.append(str(ROOT / "tools"))
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results") / "table1-small"
+    place = tmp_path_factory.mktemp("results")
     with tarfile.open(RESULTS / "metrics.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(place, filter="data")
+    folder = place / "table1-small"
     program("report", folder, "--no-figures")
     return folder
 
@@ -57,7 +58,7 @@ def test_numbers_in_the_text_are_in_the_tables():
 def test_a_study_that_is_at_work_can_be_packed(unpacked, tmp_path):
     import pack_study
 
-    folder = shutil.copytree(unpacked, tmp_path / "checkpoints")
+    folder = shutil.copytree(unpacked, tmp_path / "checkpoints/table1-small")
     run = folder / "packed/seed-0"
     (run / "result.json").unlink()
     whole = (run / "metrics.jsonl").read_text()
@@ -69,9 +70,13 @@ def test_a_study_that_is_at_work_can_be_packed(unpacked, tmp_path):
         tarfile.open(tmp_path / "packed.tar.xz") as archive,
         tarfile.open(RESULTS / "metrics.tar.xz") as before,
     ):
-        assert {*before.getnames()} - {*archive.getnames()} == {"packed/seed-0/result.json"}
+        assert {*before.getnames()} - {*archive.getnames()} == {
+            "table1-small/packed/seed-0/result.json"
+        }
         assert len(archive.getnames()) == len(before.getnames()) - 1
-        assert archive.extractfile("packed/seed-0/metrics.jsonl").read().decode() == whole
+        assert (
+            archive.extractfile("table1-small/packed/seed-0/metrics.jsonl").read().decode() == whole
+        )
 
 
 def test_packing_again_gives_the_same_bytes(unpacked, tmp_path):

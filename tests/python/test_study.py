@@ -312,6 +312,19 @@ def test_other_data_is_noticed(finished, study, tmp_path):
     assert refused.returncode == 1 and "is not what the study" in refused.stderr
 
 
+def test_data_that_cannot_be_read_is_refused_before_anything_is_written(study, tmp_path):
+    (tmp_path / "no-shards").mkdir()
+    words = ("study", study(), "--data", tmp_path / "no-shards", "--out", tmp_path / "out")
+    for more in ((), ("--dry-run",), ("--slurm", "--dry-run")):
+        refused = program(*words, *more, check=False)
+        assert refused.returncode == 1 and "*train*.bin shard" in refused.stderr, refused.stderr
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "train.toml").write_text("[model]\nlayers = 2\n")
+    refused = program("study", tmp_path / "train.toml", "--list", check=False)
+    assert "not a study" in refused.stderr, refused.stderr
+    assert "give a study file" in program("study", "nothing", "--list", check=False).stderr
+
+
 def test_damaged_results_are_failures_of_their_run_alone(finished, tmp_path):
     _, out, _, _ = finished
     copy = shutil.copytree(out, tmp_path / "copy")

@@ -463,8 +463,12 @@ def study_effects(report: dict):
     row[0][0].set_ylim(len(shown) - 0.4, -0.6)
     tidy(row.flat)
     for axes in row.flat:
-        grey = "; grey: noise" if noise_of(report, 1) else ""
-        axes.set_xlabel(f"difference: left is better; hollow: exploratory; arrows: goes on{grey}")
+        axes.set_xlabel("difference: left is better")
+    grey = "; grey: noise" if noise_of(report, 1) else ""
+    figure.supxlabel(
+        "hollow: exploratory; arrows: the interval goes on; rows with different n are of different "
+        f"seeds{grey}", fontsize=9,
+    )  # fmt: skip
     return figure
 
 

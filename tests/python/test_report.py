@@ -40,7 +40,7 @@ seeds = 2
 
 [[variants]]
 name = "double-lr"
-settings = ["packed", "three-way"]
+settings = ["packed", "three-way", "head-wise"]
 options = { muon-lr = 2e-3 }
 
 [[variants]]
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_the_runs(study):
     assert report["curves"]["packed"]["steps"] == [0, 2, 4, 6, 8, 10, 12]
     assert 0 < setting(report, "packed")["cost"]["optimizer_share"] < 1
     assert report["counts"] == {
-        "planned": 18, "finished": 17, "running": 0, "failed": 1, "unreadable": 0, "waiting": 0
+        "planned": 19, "finished": 18, "running": 0, "failed": 1, "unreadable": 0, "waiting": 0
     }  # fmt: skip
     assert {run["run"] for run in report["diagnostics"]} == {"diagnosed/three-way/seed-0"}
     assert [claim["number"] for claim in report["claims"]] == list(range(1, 9))
@@ -111,8 +111,12 @@ def test_tables_have_the_papers_layout(study):
     latex = (study / "report/table.tex").read_text()
     assert latex.count(r"\multirow{3}{*}{QK}") == 1 and latex.count("\\midrule") == 5
     rows = list(csv.reader((study / "report/table.csv").open()))
-    assert len(rows) == 1 + 6 + 2 + 1 + 2  # the exploding one has no result
-    assert [row[1] for row in rows if row[0] == "best muon-lr"] == ["packed", "three-way"]
+    assert len(rows) == 1 + 6 + 3 + 1 + 3  # the exploding one has no result
+    assert [row[1] for row in rows if row[0] == "best muon-lr"] == [
+        "packed",
+        "three-way",
+        "head-wise",
+    ]
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
@@ -177,7 +181,7 @@ def test_a_study_that_has_just_begun_has_a_report(copy, study):
     for path in copy.rglob("seed-*"):
         shutil.rmtree(path)
     program("report", copy)
-    assert data_of(copy)["counts"]["waiting"] == 18
+    assert data_of(copy)["counts"]["waiting"] == 19
     assert "no study in" in program("report", study / "packed", check=False).stderr
 
 
@@ -219,6 +223,12 @@ def test_hovering_a_curve_shows_its_value(study):
         at = report["curves"]["packed"]["steps"].index(step)
         assert f"{report['curves']['packed']['mean'][at]:.4f}" in text
         assert "packed" in text
+        page.locator("#figure1 select").select_option(label="double-lr")
+        text = hover_curve(page, "#figure1", "head-wise")
+        step = int(re.search(r"step (\d+)", text).group(1))
+        doubled = next(one for one in report["variants"] if one["name"] == "double-lr")
+        band = doubled["curves"]["head-wise"]
+        assert f"{band['mean'][band['steps'].index(step)]:.4f}" in text
         text = hover_curve(page, "#differences", "qk-6-random").replace("−", "-")
         step = int(re.search(r"step (\d+)", text).group(1))
         band = report["differences"]["packed"]["qk-6-random"]

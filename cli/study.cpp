@@ -212,12 +212,12 @@ void run(const StudyArguments& arguments) {
   const auto folder = folder_of(arguments);
   study::check_configs(folder);
   if (arguments.list) return list(folder);
-  study::read_data(folder);  // before anything is written
+  const uint32_t checksum = study::read_data(folder);  // before anything is written
   if (arguments.dry_run) {
     study::refuse_changes(folder);
   } else {
     study::begin(folder);
-    study::check_data(folder);
+    study::check_data(folder, checksum);
     if (const auto others = study::runs_without_plan(folder); !others.empty()) {
       say(format(
           "note: %zu of the runs in the folder are not in the study, such as %s; they are left "

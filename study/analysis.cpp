@@ -123,12 +123,11 @@ struct Tried {
 
 // Keeps the seeds that all rates have, so that rates are compared on the same.
 void keep_common_seeds(std::vector<Tried>& tried) {
+  std::vector<std::map<int64_t, double>> losses;
+  for (const auto& one : tried) losses.push_back(one.losses);
+  const auto seeds = common_seeds(losses);
   for (auto& one : tried) {
-    std::erase_if(one.losses, [&](const auto& item) {
-      return std::any_of(tried.begin(), tried.end(), [&](const Tried& other) {
-        return other.losses.count(item.first) == 0;
-      });
-    });
+    std::erase_if(one.losses, [&](const auto& item) { return seeds.count(item.first) == 0; });
   }
 }
 
@@ -173,18 +172,19 @@ std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis)
 
 VariantSummary compare_group_sizes(const Study& study, const Results& results) {
   std::vector<std::string> names;
-  std::map<int64_t, size_t> settings_with;  // by seed
+  std::vector<std::map<int64_t, double>> losses;
   for (const std::string name :
        {"packed", "three-way", "qk-1", "qk-2-random", "qk-3-random", "qk-4-random",
         "qk-6-random"}) {
-    const auto losses = losses_of(results, name);
-    if (losses.empty()) continue;
+    auto found = losses_of(results, name);
+    if (found.empty()) continue;
     names.push_back(name);
-    for (const auto& [seed, loss] : losses) ++settings_with[seed];
+    losses.push_back(std::move(found));
   }
+  const auto seeds = common_seeds(losses);
   Results common;
   for (const auto& result : results.runs) {
-    if (settings_with[result.run.seed] == names.size()) common.runs.push_back(result);
+    if (seeds.count(result.run.seed) == 1) common.runs.push_back(result);
   }
   return summarize_variant(study, common, "", {}, names);
 }
@@ -212,6 +212,16 @@ std::string to_string(Mark mark) {
     default:
       return "undecided";
   }
+}
+
+std::set<int64_t> common_seeds(const std::vector<std::map<int64_t, double>>& losses) {
+  std::set<int64_t> seeds;
+  if (losses.empty()) return seeds;
+  for (const auto& [seed, loss] : losses.front()) {
+    const auto has = [&, seed = seed](const auto& other) { return other.count(seed) == 1; };
+    if (std::all_of(losses.begin(), losses.end(), has)) seeds.insert(seed);
+  }
+  return seeds;
 }
 
 std::vector<double> differences_of(

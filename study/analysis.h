@@ -3,6 +3,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,9 @@ struct Analysis {
   VariantSummary group_sizes;
   std::optional<Noise> noise;
 };
+
+/// Seeds that all of these have.
+std::set<int64_t> common_seeds(const std::vector<std::map<int64_t, double>>& losses);
 
 /// a less b for each seed that both have.
 std::vector<double> differences_of(

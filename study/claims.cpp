@@ -524,22 +524,22 @@ Claim larger_norms(const Results& results) {
 std::string order_of_all(const Analysis& analysis) {
   constexpr size_t kShown = 4;
   std::vector<std::pair<double, std::string>> order;
-  std::map<int64_t, size_t> settings_with;  // by seed
-  bool uneven = false;
+  std::vector<std::map<int64_t, double>> losses;
+  for (const auto& setting : analysis.main.settings) {
+    if (!setting.losses.empty()) losses.push_back(setting.losses);
+  }
+  const auto seeds = common_seeds(losses);
+  const bool uneven = std::any_of(losses.begin(), losses.end(), [&](const auto& of_one) {
+    return of_one.size() > seeds.size();
+  });
+  if (!uneven || seeds.empty()) return "";
   for (const auto& setting : analysis.main.settings) {
     if (setting.losses.empty()) continue;
-    order.emplace_back(0, setting.name);
-    for (const auto& [seed, loss] : setting.losses) ++settings_with[seed];
-  }
-  std::erase_if(settings_with, [&](const auto& item) {
-    uneven = uneven || item.second < order.size();
-    return item.second < order.size();
-  });
-  if (!uneven || settings_with.empty() || order.size() < 2) return "";
-  for (auto& [mean, name] : order) {
-    for (const auto& [seed, count] : settings_with) {
-      mean += analysis.main.find(name)->losses.at(seed) / static_cast<double>(settings_with.size());
+    double mean = 0;
+    for (const int64_t seed : seeds) {
+      mean += setting.losses.at(seed) / static_cast<double>(seeds.size());
     }
+    order.emplace_back(mean, setting.name);
   }
   std::sort(order.begin(), order.end());
   std::string list;
@@ -548,8 +548,8 @@ std::string order_of_all(const Analysis& analysis) {
                    : ", " + order[i].second + format(" (%+.4f)", order[i].first - order[0].first);
   }
   return c10::str(
-      "On the ", settings_with.size(), settings_with.size() == 1 ? " seed" : " seeds", " that all ",
-      order.size(), " settings have, the lowest are ", list, ": exploratory.");
+      "On the ", seeds.size(), seeds.size() == 1 ? " seed" : " seeds", " that all ", order.size(),
+      " settings have, the lowest are ", list, ": exploratory.");
 }
 
 }  // namespace

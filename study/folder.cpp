@@ -102,13 +102,11 @@ std::vector<std::string> runs_without_plan(const Folder& folder) {
   return names;
 }
 
-void read_data(const Folder& folder) {
-  if (!folder.plan.empty()) train::checksum_of_data(config_of(folder, folder.plan.front()));
+uint32_t read_data(const Folder& folder) {
+  return train::checksum_of_data(config_of(folder, folder.plan.front()));
 }
 
-void check_data(const Folder& folder) {
-  if (folder.plan.empty()) return;
-  const uint32_t checksum = train::checksum_of_data(config_of(folder, folder.plan.front()));
+void check_data(const Folder& folder, uint32_t checksum) {
   const std::string file = folder.path + "/data.json";
   const auto lock = train::wait_for_lock(folder.path, 10);
   TORCH_CHECK(lock, "another process has locked '", folder.path, "'");

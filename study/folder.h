@@ -34,11 +34,11 @@ void check_configs(const Folder& folder);
 /// Refuses runs that the study now says otherwise.
 void refuse_changes(const Folder& folder);
 
-/// Refuses data that cannot be read.
-void read_data(const Folder& folder);
+/// A checksum of the study's data; refuses what cannot be read.
+uint32_t read_data(const Folder& folder);
 
 /// Refuses data that is not what the study began with; notes what it is if it has not begun.
-void check_data(const Folder& folder);
+void check_data(const Folder& folder, uint32_t checksum);
 
 std::string folder_of(const Folder& folder, const PlannedRun& run);
 

@@ -337,7 +337,7 @@ RunEnd run_here(
   forget_error(path);
   if (damaged) forget_result(path);
   try {
-    check_data(folder);
+    check_data(folder, read_data(folder));
     const auto config = config_of(folder, run, threads, device);
     const bool begun = fs::exists(path + "/config.toml");
     const auto outcome =

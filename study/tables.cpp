@@ -217,19 +217,17 @@ bool is_best_rule(const VariantSummary& summary, size_t cell) {
   const auto& cells = table1_cells();
   if (cells[cell].group_size < 2) return false;
   std::vector<const SettingSummary*> rivals;
+  std::vector<std::map<int64_t, double>> losses;
   const SettingSummary* own = summary.find(cells[cell].setting);
   for (const auto& other : cells) {
     if (other.row != cells[cell].row || other.group_size != cells[cell].group_size) continue;
     const auto* setting = summary.find(other.setting);
     if (setting == nullptr) return false;
+    losses.push_back(setting->losses);
     if (setting != own) rivals.push_back(setting);
   }
   // Seeds differ more than rules do, so only those count that all rules have.
-  std::vector<int64_t> seeds;
-  for (const auto& [seed, loss] : own->losses) {
-    const auto has = [&](const SettingSummary* rival) { return rival->losses.count(seed) == 1; };
-    if (std::all_of(rivals.begin(), rivals.end(), has)) seeds.push_back(seed);
-  }
+  const auto seeds = common_seeds(losses);
   const auto mean = [&](const SettingSummary* setting) {
     double sum = 0;
     for (const int64_t seed : seeds) sum += setting->losses.at(seed);

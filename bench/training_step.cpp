@@ -58,7 +58,8 @@ int main(int argc, char** argv) {
   gpt::ModelShape shape;
   int64_t batch = 1;
   int threads = 1;
-  std::string kernels = "native";
+  std::string engine = "auto";
+  std::string precision = "bf16";
   CLI::App app("Forward and backward of the GPT, a step a line of input; see training_step.py");
   app.add_option("--layers", shape.layers);
   app.add_option("--heads", shape.heads);
@@ -67,16 +68,18 @@ int main(int argc, char** argv) {
   app.add_option("--vocabulary", shape.vocabulary);
   app.add_option("--batch", batch);
   app.add_option("--threads", threads);
-  app.add_option("--kernels", kernels)->check(CLI::IsMember({"native", "portable"}));
+  app.add_option("--engine", engine);
+  app.add_option("--precision", precision)->check(CLI::IsMember({"bf16", "fp32"}));
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(threads);
-  gpt::Model model(shape, at::kBFloat16, /*seed=*/0);
+  const auto type = precision == "bf16" ? at::kBFloat16 : at::kFloat;
+  gpt::Model model(shape, type, /*seed=*/0);
   const Tensor rows = at::randint(
       shape.vocabulary, {batch, shape.context + 1}, at::detail::createCPUGenerator(1), at::kLong);
   const Tensor tokens = rows.narrow(1, 0, shape.context);
   const Tensor targets = rows.narrow(1, 1, shape.context);
-  model.set_kernels(gpt::parse_kernels(kernels, at::kCPU));
+  model.set_engine(group_muon::resolved_engine(group_muon::parse_engine(engine), at::kCPU, type));
   const size_t base = resident_bytes("VmRSS");
 
   for (std::string command; std::getline(std::cin, command);) {

@@ -1,162 +1,41 @@
 #include "gpt/kernels.h"
 
-#include <ATen/Parallel.h>
-
-#include <algorithm>
-#include <cmath>
-
-#include "gpt/vector_math.h"
-#include "group_muon/avx512.h"
-
-#ifdef GROUP_MUON_AVX512
-GROUP_MUON_AVX512_BEGIN
-#endif
+#include <c10/util/Exception.h>
 
 namespace gpt {
 namespace {
 
-// So many elements are worth a thread's while.
-constexpr int64_t kGrain = 1 << 14;
-
-template <typename Work>
-void for_rows(int64_t rows, int64_t cols, Work&& work) {
-  at::parallel_for(0, rows, kGrain / cols + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) work(row);
-  });
+[[noreturn]] void refuse(Engine engine) {
+  TORCH_CHECK(false, "engine ", group_muon::to_string(engine), " has no such kernels");
 }
 
 }  // namespace
 
-template <typename T>
-void rms_norm(const Sum<T>* x, T* normal, Sum<T>* inverse, int64_t rows, int64_t cols) {
-  using S = Sum<T>;
-  for_rows(rows, cols, [&](int64_t row) {
-    const S* from = x + row * cols;
-    T* to = normal + row * cols;
-    S squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t j = 0; j < cols; ++j) squares += from[j] * from[j];
-    const S factor = 1 / std::sqrt(squares / static_cast<S>(cols) + static_cast<S>(kNormEps));
-    inverse[row] = factor;
-    for (int64_t j = 0; j < cols; ++j) to[j] = static_cast<T>(from[j] * factor);
-  });
-}
+#define GPT_RETURN(target, its_engine) \
+  if (engine == group_muon::its_engine) return target::GPT_TABLE;
+#define GPT_DEFINE(T, function, Table, targets) \
+  template <>                                   \
+  const Table<T>& function<T>(Engine engine) {  \
+    targets(GPT_RETURN) refuse(engine);         \
+  }
 
-template <typename T, typename G>
-void rms_norm_backward(
-    const T* normal, const Sum<T>* inverse, const G* normal_grad, Sum<T>* stream_grad, bool begin,
-    T* scaled_grad, Sum<T> scale, int64_t rows, int64_t cols) {
-  using S = Sum<T>;
-  for_rows(rows, cols, [&](int64_t row) {
-    const T* n = normal + row * cols;
-    const G* g = normal_grad + row * cols;
-    S* stream = stream_grad + row * cols;
-    T* scaled = scaled_grad + row * cols;
-    S dot = 0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t j = 0; j < cols; ++j) dot += static_cast<S>(n[j]) * static_cast<S>(g[j]);
-    const S mean = dot / static_cast<S>(cols), factor = inverse[row];
-    const S keep = begin ? S{0} : S{1};
-    if (begin) std::fill_n(stream, cols, S{0});  // whatever it was, NaN too
-    for (int64_t j = 0; j < cols; ++j) {
-      const S value =
-          keep * stream[j] + factor * (static_cast<S>(g[j]) - static_cast<S>(n[j]) * mean);
-      stream[j] = value;
-      scaled[j] = static_cast<T>(value * scale);
-    }
-  });
-}
-
-template <typename T>
-void gelu(const T* x, T* out, int64_t count) {
-  using S = Sum<T>;
-  at::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const S value = static_cast<S>(x[i]);
-      out[i] = static_cast<T>(value * gpt::normal(value).distribution);
-    }
-  });
-}
-
-template <typename T>
-void gelu_backward(const T* x, T* out, T* grad, int64_t count) {
-  using S = Sum<T>;
-  at::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const S value = static_cast<S>(x[i]);
-      const auto [distribution, density] = gpt::normal(value);
-      out[i] = static_cast<T>(value * distribution);
-      grad[i] = static_cast<T>(static_cast<S>(grad[i]) * (distribution + value * density));
-    }
-  });
-}
-
-template <typename T>
-void cross_entropy(
-    T* logits, const int64_t* targets, double* losses, double scale, int64_t rows, int64_t cols) {
-  using S = Sum<T>;
-  for_rows(rows, cols, [&](int64_t row) {
-    T* logit = logits + row * cols;
-    S largest = static_cast<S>(logit[0]);
-#pragma omp simd reduction(max : largest)
-    for (int64_t j = 0; j < cols; ++j) {
-      largest = static_cast<S>(logit[j]) > largest ? static_cast<S>(logit[j]) : largest;
-    }
-    S sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < cols; ++j) sum += vector_exp(static_cast<S>(logit[j]) - largest);
-    const auto wanted = static_cast<S>(logit[targets[row]]);
-    losses[row] = std::log(static_cast<double>(sum)) + static_cast<double>(largest - wanted);
-    if (scale == 0) return;
-    const S factor = static_cast<S>(scale) / sum;
-    for (int64_t j = 0; j < cols; ++j) {
-      logit[j] = static_cast<T>(vector_exp(static_cast<S>(logit[j]) - largest) * factor);
-    }
-    const S probability = vector_exp(wanted - largest) / sum;
-    logit[targets[row]] = static_cast<T>((probability - 1) * static_cast<S>(scale));
-  });
-}
-
-template <typename T>
-void embed(const T* table, const int64_t* tokens, T* x, int64_t rows, int64_t cols) {
-  for_rows(rows, cols, [&](int64_t row) {
-    std::copy_n(table + tokens[row] * cols, cols, x + row * cols);
-  });
-}
-
-template <typename T>
-void embed_backward(
-    const T* x_grad, const int64_t* tokens, T* table_grad, int64_t rows, int64_t cols) {
-  // Threads share the columns, so that no two write to one place.
-  at::parallel_for(0, cols, kGrain / rows + 16, [&](int64_t begin, int64_t end) {
-    for (int64_t row = 0; row < rows; ++row) {
-      const T* from = x_grad + row * cols;
-      T* to = table_grad + tokens[row] * cols;
-      for (int64_t j = begin; j < end; ++j) to[j] += from[j];
-    }
-  });
-}
-
-#define GPT_INSTANTIATE(T)                                                            \
-  template void rms_norm(const Sum<T>*, T*, Sum<T>*, int64_t, int64_t);               \
-  template void gelu(const T*, T*, int64_t);                                          \
-  template void gelu_backward(const T*, T*, T*, int64_t);                             \
-  template void cross_entropy(T*, const int64_t*, double*, double, int64_t, int64_t); \
-  template void rms_norm_backward(                                                    \
-      const T*, const Sum<T>*, const T*, Sum<T>*, bool, T*, Sum<T>, int64_t, int64_t);
-GPT_INSTANTIATE(c10::BFloat16)
-GPT_INSTANTIATE(float)
-GPT_INSTANTIATE(double)
-template void rms_norm_backward(
-    const c10::BFloat16*, const float*, const float*, float*, bool, c10::BFloat16*, float, int64_t,
-    int64_t);
-template void embed(const float*, const int64_t*, float*, int64_t, int64_t);
-template void embed(const double*, const int64_t*, double*, int64_t, int64_t);
-template void embed_backward(const float*, const int64_t*, float*, int64_t, int64_t);
-template void embed_backward(const double*, const int64_t*, double*, int64_t, int64_t);
+#define GPT_TABLE kFloatKernels
+GPT_DEFINE(float, kernels_of, Kernels, GROUP_MUON_FOR_TARGETS)
+#undef GPT_TABLE
+#define GPT_TABLE kFloatAttention
+GPT_DEFINE(float, attention_of, AttentionKernels, GROUP_MUON_FOR_TARGETS)
+#undef GPT_TABLE
+#define GPT_TABLE kDoubleKernels
+GPT_DEFINE(double, kernels_of, Kernels, GROUP_MUON_FOR_TARGETS)
+#undef GPT_TABLE
+#define GPT_TABLE kDoubleAttention
+GPT_DEFINE(double, attention_of, AttentionKernels, GROUP_MUON_FOR_TARGETS)
+#undef GPT_TABLE
+#define GPT_TABLE kBf16Kernels
+GPT_DEFINE(c10::BFloat16, kernels_of, Kernels, GROUP_MUON_FOR_BF16_TARGETS)
+#undef GPT_TABLE
+#define GPT_TABLE kBf16Attention
+GPT_DEFINE(c10::BFloat16, attention_of, AttentionKernels, GROUP_MUON_FOR_BF16_TARGETS)
+#undef GPT_TABLE
 
 }  // namespace gpt
-
-#ifdef GROUP_MUON_AVX512
-GROUP_MUON_AVX512_END
-#endif

@@ -1,5 +1,5 @@
 #pragma once
-// The model's memory-bound parts on the CPU, each one pass over memory, with its backward pass. T is the
+// The model's memory-bound parts and its attention on our own engines, each with its backward pass. T is the
 // type of activations: bf16, float, or double (in which the formulas are checked). Sums and the residual
 // stream are of type Sum<T>.
 
@@ -8,44 +8,112 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "group_muon/targets.h"
+
 namespace gpt {
+
+using group_muon::Engine;
 
 template <typename T>
 using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr double kNormEps = 1e-6;
 
-/// normal = x / rms(x), row by row; `inverse` is 1 / rms. x: [rows, cols].
-template <typename T>
-void rms_norm(const Sum<T>* x, T* normal, Sum<T>* inverse, int64_t rows, int64_t cols);
+/// Queries, keys and values of a token lie in one row: heads·size, then kv_heads·size twice.
+struct AttentionShape {
+  int64_t batch = 0;
+  int64_t tokens = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
 
-/// The gradient of a residual stream that also goes through a norm: adds the norm's part to
-/// `stream_grad` (or begins it), and writes it, times `scale`, as what the layer before gets back.
-template <typename T, typename G>
-void rms_norm_backward(
-    const T* normal, const Sum<T>* inverse, const G* normal_grad, Sum<T>* stream_grad, bool begin,
-    T* scaled_grad, Sum<T> scale, int64_t rows, int64_t cols);
+  int64_t width() const { return heads * head_dim; }
+  int64_t row() const { return (heads + 2 * kv_heads) * head_dim; }
+};
 
-/// out = x·Φ(x).
-template <typename T>
-void gelu(const T* x, T* out, int64_t count);
+/// cos and sin: [tokens, head_dim / 2].
+template <typename S>
+struct Rotary {
+  const S* cos = nullptr;
+  const S* sin = nullptr;
+};
 
-/// Computes `out` again and turns the gradient by `out` into that by x, in place.
+/// An engine's functions. They use all of torch's threads.
 template <typename T>
-void gelu_backward(const T* x, T* out, T* grad, int64_t count);
+struct Kernels {
+  using S = Sum<T>;
 
-/// Cross-entropy of each row of logits. With `scale` ≠ 0 logits become their gradients, times that.
-template <typename T>
-void cross_entropy(
-    T* logits, const int64_t* targets, double* losses, double scale, int64_t rows, int64_t cols);
+  /// normal = x / rms(x), row by row; `inverse` is 1 / rms. x: [rows, cols].
+  void (*rms_norm)(const S* x, T* normal, S* inverse, int64_t rows, int64_t cols) = nullptr;
 
-/// x[row] = table[token of row]
-template <typename T>
-void embed(const T* table, const int64_t* tokens, T* x, int64_t rows, int64_t cols);
+  /// The gradient of a residual stream that also goes through a norm: adds the norm's part to
+  /// `stream_grad` (or begins it), and writes it, times `scale`, as what the layer before gets back.
+  template <typename G>
+  using RmsNormBackward = void (*)(
+      const T* normal, const S* inverse, const G* normal_grad, S* stream_grad, bool begin,
+      T* scaled_grad, S scale, int64_t rows, int64_t cols);
+  RmsNormBackward<T> rms_norm_backward = nullptr;
+  RmsNormBackward<S> rms_norm_backward_of_sums = nullptr;  // the norm's gradient is in S
 
-/// grad[token of row] += x_grad[row], in the order of rows whatever the number of threads.
+  /// out = x·Φ(x).
+  void (*gelu)(const T* x, T* out, int64_t count) = nullptr;
+
+  /// Computes `out` again and turns the gradient by `out` into that by x, in place.
+  void (*gelu_backward)(const T* x, T* out, T* grad, int64_t count) = nullptr;
+
+  /// Cross-entropy of each row of logits. With `scale` ≠ 0 logits become their gradients, times that.
+  void (*cross_entropy)(
+      T* logits, const int64_t* targets, double* losses, double scale, int64_t rows,
+      int64_t cols) = nullptr;
+
+  /// x[row] = table[token of row]
+  void (*embed)(const S* table, const int64_t* tokens, S* x, int64_t rows, int64_t cols) = nullptr;
+
+  /// grad[token of row] += x_grad[row], in the order of rows whatever the number of threads.
+  void (*embed_backward)(
+      const S* x_grad, const int64_t* tokens, S* table_grad, int64_t rows, int64_t cols) = nullptr;
+};
+
+/// Causal attention with rotary positions: heads are worked on one by one, by tiles of queries small enough for the
+/// cache; scores are never held whole, and computed anew in the backward pass.
 template <typename T>
-void embed_backward(
-    const T* x_grad, const int64_t* tokens, T* table_grad, int64_t rows, int64_t cols);
+struct AttentionKernels {
+  using S = Sum<T>;
+
+  /// Turns queries and keys in `qkv` by their positions, in place, and writes what heads see to `out`
+  /// ([batch·tokens, width]) and the logarithm of each softmax's sum to `log_sums` ([batch, heads,
+  /// tokens]).
+  void (*forward)(
+      const AttentionShape& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums) = nullptr;
+
+  /// From the gradient by `out` that by `qkv` as it was before it was turned. `qkv`, `out` and `log_sums`
+  /// are what forward() left.
+  void (*backward)(
+      const AttentionShape& shape, const Rotary<S>& rotary, const T* qkv, const T* out,
+      const S* log_sums, const T* out_grad, T* qkv_grad) = nullptr;
+};
+
+/// Those of an engine that is not portable; bf16 needs one that computes in it.
+template <typename T>
+const Kernels<T>& kernels_of(Engine engine);
+template <typename T>
+const AttentionKernels<T>& attention_of(Engine engine);
+
+#define GPT_DECLARE(target, engine)                       \
+  namespace target {                                      \
+  extern const Kernels<float> kFloatKernels;              \
+  extern const Kernels<double> kDoubleKernels;            \
+  extern const AttentionKernels<float> kFloatAttention;   \
+  extern const AttentionKernels<double> kDoubleAttention; \
+  }
+GROUP_MUON_FOR_TARGETS(GPT_DECLARE)
+#undef GPT_DECLARE
+#define GPT_DECLARE(target, engine)                            \
+  namespace target {                                           \
+  extern const Kernels<c10::BFloat16> kBf16Kernels;            \
+  extern const AttentionKernels<c10::BFloat16> kBf16Attention; \
+  }
+GROUP_MUON_FOR_BF16_TARGETS(GPT_DECLARE)
+#undef GPT_DECLARE
 
 }  // namespace gpt

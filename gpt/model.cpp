@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "gpt/kernels.h"
-#include "gpt/native.h"
 #include "gpt/profile.h"
+#include "gpt/simd_step.h"
 
 namespace gpt {
 namespace {
@@ -57,17 +57,6 @@ void check(const ModelShape& shape) {
   TORCH_CHECK_VALUE(
       shape.vocabulary <= 65536, "vocabulary should be 65536 at most (tokens are 16 bits), not ",
       shape.vocabulary);
-}
-
-Kernels parse_kernels(std::string_view name, const torch::Device& device) {
-  if (name == "portable") return Kernels::kPortable;
-  const bool can = device.is_cpu() && has_native_kernels();
-  if (name == "auto") return can ? Kernels::kNative : Kernels::kPortable;
-  TORCH_CHECK_VALUE(
-      name == "native", "kernels should be one of auto, native, portable, not '", name, "'");
-  TORCH_CHECK_VALUE(
-      can, "native kernels need a CPU with AVX512-BF16; use kernels = \"portable\" or \"auto\"");
-  return Kernels::kNative;
 }
 
 double training_flops_per_token(const ModelShape& shape) {
@@ -178,7 +167,7 @@ Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
 
 double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double share) {
   TORCH_CHECK_VALUE(share != 0, "the share of a loss should not be 0");
-  if (kernels_ == Kernels::kNative) return native().run(tokens, targets, share);
+  if (has_simd_step()) return simd_step().run(tokens, targets, share);
   const auto timed = Timed(*profile_, Part::kModel);
   const Tensor mean = loss(tokens, targets);
   (mean * share).backward();
@@ -186,7 +175,7 @@ double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double 
 }
 
 double Model::evaluate(const Tensor& tokens, const Tensor& targets) {
-  if (kernels_ == Kernels::kNative) return native().run(tokens, targets, 0);
+  if (has_simd_step()) return simd_step().run(tokens, targets, 0);
   const torch::NoGradGuard no_grad;
   const auto timed = Timed(*profile_, Part::kModel);
   const Tensor losses =
@@ -194,9 +183,15 @@ double Model::evaluate(const Tensor& tokens, const Tensor& targets) {
   return losses.to(at::kDouble).mean().item<double>();
 }
 
-NativeStep& Model::native() {
-  auto& step = native_[precision_];
-  if (step == nullptr) step = make_native_step(shape_, weights_, precision_, *profile_);
+bool Model::has_simd_step() const {
+  const bool checked_in_fp64 = precision_ == at::kDouble;
+  return engine_ != Engine::kPortable &&
+         (checked_in_fp64 || group_muon::computes_in(engine_, precision_));
+}
+
+SimdStep& Model::simd_step() {
+  auto& step = steps_[{engine_, precision_}];
+  if (step == nullptr) step = make_simd_step(engine_, shape_, weights_, precision_, *profile_);
   return *step;
 }
 

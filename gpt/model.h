@@ -7,10 +7,14 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
+#include "group_muon/engine.h"
+
 namespace gpt {
+
+using group_muon::Engine;
 
 struct ModelShape {
   int64_t layers = 12;
@@ -42,7 +46,7 @@ struct KeyValueCache {
   int64_t tokens = 0;
 };
 
-/// A model's tensors, which it shares with its native kernels.
+/// A model's tensors, which it shares with its engine.
 struct Weights {
   struct Block {
     torch::Tensor attn_c_attn;  // [(heads + 2·kv_heads)·head_dim, width]: Q, K, V
@@ -55,14 +59,7 @@ struct Weights {
   torch::Tensor cos, sin;  // [context, head_dim / 2], fp32
 };
 
-/// What computes losses and gradients: libtorch's operations and autograd, on any device, or kernels of
-/// our own (see native.h), on some CPUs.
-enum class Kernels { kPortable, kNative };
-
-/// Names: portable, native, and auto, which is native where it can be.
-Kernels parse_kernels(std::string_view name, const torch::Device& device);
-
-class NativeStep;
+class SimdStep;
 class Profile;
 
 /// Weights and the residual stream are fp32; `precision` is that of the matrix products, bf16 or fp32.
@@ -75,13 +72,15 @@ class Model : public torch::nn::Module {
 
   const ModelShape& shape() const { return shape_; }
   void set_precision(torch::ScalarType precision) { precision_ = precision; }
-  void set_kernels(Kernels kernels) { kernels_ = kernels; }
+  /// What computes losses and gradients: libtorch's operations and autograd (portable, the default), or one of our own
+  /// engines (simd_step.h). Where that does not compute in the precision, portable does.
+  void set_engine(Engine engine) { engine_ = engine; }
 
   /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens], in fp32, with libtorch.
   torch::Tensor loss(const torch::Tensor& tokens, const torch::Tensor& targets);
 
   /// The same, and its gradients, times `share` (not 0), are added to those of the weights; by the
-  /// kernels set. Native ones keep bf16 copies of weights, and make them anew when a weight's version
+  /// engine set. Our own keep bf16 copies of weights, and make them anew when a weight's version
   /// was raised, as every in-place operation does; what writes past autograd (`data()`) does not.
   double add_gradients(const torch::Tensor& tokens, const torch::Tensor& targets, double share);
 
@@ -96,7 +95,8 @@ class Model : public torch::nn::Module {
   torch::Tensor next_logits(const torch::Tensor& tokens, KeyValueCache& cache);
 
  private:
-  NativeStep& native();
+  bool has_simd_step() const;
+  SimdStep& simd_step();
   torch::Tensor logits(const torch::Tensor& tokens);
   torch::Tensor hidden(const torch::Tensor& tokens, KeyValueCache* cache);
   torch::Tensor attention(
@@ -106,10 +106,10 @@ class Model : public torch::nn::Module {
 
   ModelShape shape_;
   torch::ScalarType precision_;
-  Kernels kernels_ = Kernels::kPortable;
+  Engine engine_ = Engine::kPortable;
   Weights weights_;
   std::unique_ptr<Profile> profile_;
-  std::map<torch::ScalarType, std::unique_ptr<NativeStep>> native_;  // by precision
+  std::map<std::pair<Engine, torch::ScalarType>, std::unique_ptr<SimdStep>> steps_;
 };
 
 }  // namespace gpt

@@ -7,6 +7,9 @@
 #include <limits>
 #include <numeric>
 
+#include "group_muon/blocks.h"
+#include "group_muon/orthogonalize.h"
+
 namespace group_muon {
 namespace {
 
@@ -83,33 +86,27 @@ Weight with_checked_layout(Weight weight) {
   return weight;
 }
 
-// All groups of a slot: [matrices · groups, lines of one, length].
-Tensor blocks_of(const Tensor& lines, const Slot& slot) {
-  return lines.index_select(1, index_of(slot.rows, lines))
-      .unflatten(1, {slot.groups, -1})
-      .flatten(0, 1);
-}
-
 // O and s of a weight. `use(slot, its blocks)` is called for each segment.
 struct Update {
-  Tensor o;      // [matrices, lines, length], fp32 or fp64
+  Tensor o;      // in the weight's shape, fp32 or fp64
   Tensor scale;  // [lines], fp64
 };
 
+// x: in the weight's shape.
 template <typename Use>
 Update update_of(const Tensor& x, const Weight& weight, const StepOptions& options, Use&& use) {
   Update update{
       at::zeros_like(x, at::MemoryFormat::Contiguous),
-      at::zeros({x.size(1)}, x.options().dtype(at::kDouble))};
+      at::zeros({as_lines(x, weight).size(1)}, x.options().dtype(at::kDouble))};
   for (const auto& slot : slots_of(weight, options)) {
-    const Tensor blocks = blocks_of(x, slot), index = index_of(slot.rows, x);
+    const Tensor blocks = take_blocks(x, weight, slot).flatten(0, 1);
     use(slot, blocks);
     const auto orthogonalization = with_rank_tolerance(  // as the step has it
-        options.orthogonalize, weight.value.scalar_type(),
+        resolved(options.orthogonalize, x.device()), weight.value.scalar_type(),
         std::max(blocks.size(1), blocks.size(2)));
     const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
-    update.o.index_copy_(1, index, white.view({x.size(0), -1, x.size(2)}));
-    update.scale.index_fill_(0, index, slot.scale);
+    add_blocks(update.o, weight, slot, white.unflatten(0, {-1, slot.groups}), 1);
+    update.scale.index_fill_(0, index_of(slot.rows, x), slot.scale);
   }
   return update;
 }
@@ -194,14 +191,15 @@ std::vector<Whitening> measure(
   Weight lying = weight;
   if (lying.layout.segments.empty()) lying.layout.axis = reported.axis;
 
-  const Tensor x = fp32_at_least(as_lines(direction, lying));
+  const Tensor shaped = fp32_at_least(direction), x = as_lines(shaped, lying);
   std::vector<std::pair<Slot, Spectra>> parts;
-  const auto [o, scale] = update_of(x, lying, options, [&](const Slot& slot, const Tensor& blocks) {
-    parts.emplace_back(slot, spectra(blocks, accuracy, direction.scalar_type()));
-  });
+  const auto [o, scale] =
+      update_of(shaped, lying, options, [&](const Slot& slot, const Tensor& blocks) {
+        parts.emplace_back(slot, spectra(blocks, accuracy, direction.scalar_type()));
+      });
   // Of every line.
   const auto over_line = [](const Tensor& tensor) { return tensor.sum({0, 2}); };
-  const Tensor fine = o.to(at::kDouble);
+  const Tensor fine = as_lines(o, lying).to(at::kDouble);
   const Tensor first_order = over_line(as_lines(weight.grad, lying).to(at::kDouble) * fine) * scale;
   const Tensor squares = over_line(fine.square()), step_squares = squares * scale.square();
   const Tensor before = over_line(x.to(at::kDouble).square());
@@ -247,9 +245,9 @@ Tensor scaled_update(const Tensor& direction, const Weight& given, const StepOpt
   const at::NoGradGuard no_grad;
   const Weight weight = with_checked_layout(given);
   check_momentum(weight.value, direction, weight.name);
-  const Tensor x = fp32_at_least(as_lines(direction, weight));
-  const auto [o, scale] = update_of(x, weight, options, [](const Slot&, const Tensor&) {});
-  const Tensor scaled = o * scale.to(o.scalar_type()).unsqueeze(-1);
+  const auto [o, scale] =
+      update_of(fp32_at_least(direction), weight, options, [](const Slot&, const Tensor&) {});
+  const Tensor scaled = as_lines(o, weight) * scale.to(o.scalar_type()).unsqueeze(-1);
   return (weight.layout.axis == Axis::kRows ? scaled : scaled.mT()).reshape(weight.value.sizes());
 }
 

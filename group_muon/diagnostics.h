@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "group_muon/step.h"
+#include "group_muon/plan.h"
 
 namespace group_muon {
 

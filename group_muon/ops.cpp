@@ -6,6 +6,7 @@
 
 #include "group_muon/diagnostics.h"
 #include "group_muon/optimizer.h"
+#include "group_muon/orthogonalize.h"
 
 namespace group_muon {
 namespace {
@@ -17,7 +18,7 @@ using Texts = std::vector<std::string>;
 
 constexpr auto kOrthogonalizeSchema =
     "str method, str coefficients, float[] custom_coefficients, int steps, int tail_steps, "
-    "int[] restarts, str precision, float eps, bool relative_eps, float rank_tolerance";
+    "int[] restarts, str precision, str engine, float eps, bool relative_eps, float rank_tolerance";
 constexpr auto kStepSchema =
     "float momentum, bool nesterov, bool average, int seed, str base_scale, str transfer, "
     "str reference, ";
@@ -25,7 +26,7 @@ constexpr auto kStepSchema =
 GroupMuonOptions orthogonalize_fields(
     const std::string& method, const std::string& coefficients, const Floats& custom_coefficients,
     int64_t steps, int64_t tail_steps, const Ints& restarts, const std::string& precision,
-    double eps, bool relative_eps, double rank_tolerance) {
+    const std::string& engine, double eps, bool relative_eps, double rank_tolerance) {
   return GroupMuonOptions()
       .method(method)
       .coefficients(coefficients)
@@ -34,6 +35,7 @@ GroupMuonOptions orthogonalize_fields(
       .tail_steps(tail_steps)
       .restarts(restarts)
       .precision(precision)
+      .engine(engine)
       .eps(eps)
       .relative_eps(relative_eps)
       .rank_tolerance(rank_tolerance);
@@ -43,11 +45,11 @@ GroupMuonOptions step_fields(
     double momentum, bool nesterov, bool average, int64_t seed, const std::string& base_scale,
     const std::string& transfer, const std::string& reference, const std::string& method,
     const std::string& coefficients, const Floats& custom_coefficients, int64_t steps,
-    int64_t tail_steps, const Ints& restarts, const std::string& precision, double eps,
-    bool relative_eps, double rank_tolerance) {
+    int64_t tail_steps, const Ints& restarts, const std::string& precision,
+    const std::string& engine, double eps, bool relative_eps, double rank_tolerance) {
   return orthogonalize_fields(
-             method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, eps,
-             relative_eps, rank_tolerance)
+             method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision,
+             engine, eps, relative_eps, rank_tolerance)
       .momentum(momentum)
       .nesterov(nesterov)
       .average(average)
@@ -175,8 +177,9 @@ struct WithOptions<GroupMuonOptions(Options...)> {
       const Texts& names, const std::string& layout, double lr, double weight_decay,
       Options... options) {
     const auto fields = step_fields(options...).lr(lr).weight_decay(weight_decay);
-    step_options(fields);
+    const auto step_opts = step_options(fields);
     for (size_t i = 0; i < weights.size(); ++i) {
+      if (!weights[i].is_meta()) resolved(step_opts.orthogonalize, weights[i].device());
       check_value(weights[i], names.at(i), fields.average());
       checked_layout(weights[i], layout, names.at(i));
       const auto& grad = grads.at(i);
@@ -217,10 +220,11 @@ std::tuple<std::string, double> break_even_op(
 Tensor orthogonalize_op(
     const Tensor& blocks, const std::string& method, const std::string& coefficients,
     const Floats& custom_coefficients, int64_t steps, int64_t tail_steps, const Ints& restarts,
-    const std::string& precision, double eps, bool relative_eps, double rank_tolerance) {
+    const std::string& precision, const std::string& engine, double eps, bool relative_eps,
+    double rank_tolerance) {
   const auto options = step_options(orthogonalize_fields(
-      method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, eps,
-      relative_eps, rank_tolerance));
+      method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, engine,
+      eps, relative_eps, rank_tolerance));
   return orthogonalize(blocks, options.orthogonalize);
 }
 
@@ -231,9 +235,11 @@ void step_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 Tensor orthogonalize_meta(
     const Tensor& blocks, const std::string&, const std::string&, const Floats&, int64_t, int64_t,
-    const Ints&, const std::string& precision, double, bool, double) {
-  return at::empty_like(
-      blocks, blocks.options().dtype(parse_precision(precision)), at::MemoryFormat::Contiguous);
+    const Ints&, const std::string& precision, const std::string& engine, double, bool, double) {
+  // What auto comes to on a device is not known of a tensor without one: as on the CPU.
+  auto dtype = parse_precision(precision);
+  if (dtype == kAutoPrecision) dtype = default_precision(parse_engine(engine), at::kCPU);
+  return at::empty_like(blocks, blocks.options().dtype(dtype), at::MemoryFormat::Contiguous);
 }
 
 std::string packed_qkv_op(
@@ -351,6 +357,16 @@ TORCH_LIBRARY(group_muon, m) {
       "mla_key_value(int heads, int nope_dim, int value_dim, str k, str v) -> str",
       mla_key_value_op);
   m.def("output_projection(int heads, int value_dim, str grouping) -> str", output_projection_op);
+  m.def("engines() -> str[]", [] {
+    Texts names;
+    for (const auto engine : engines_here()) names.emplace_back(to_string(engine));
+    return names;
+  });
+  m.def(
+      "default_precision(str engine, Device device) -> str",
+      [](const std::string& engine, c10::Device device) {
+        return std::string(precision_name(default_precision(parse_engine(engine), device)));
+      });
   m.def("plain() -> str", [] { return to_string(plain()); });
   m.def("convolution() -> str", [] { return to_string(convolution()); });
   m.def(

@@ -30,6 +30,7 @@ OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
           : with_tail(triples(options.custom_coefficients()), options.tail_steps());
   result.restarts = options.restarts();
   result.precision = parse_precision(options.precision());
+  result.engine = parse_engine(options.engine());
   result.eps = options.eps();
   result.relative_eps = options.relative_eps();
   result.rank_tolerance = options.rank_tolerance();
@@ -55,7 +56,7 @@ std::string partition_name(const GroupMuonOptions& options, size_t in_group, siz
 // All that can be said against a group before its first step.
 void check_group(const OptimizerParamGroup& group, size_t first_index) {
   const auto& options = static_cast<const GroupMuonOptions&>(group.options());
-  step_options(options);
+  const auto shared = step_options(options);
   for (const auto& names : {options.names(), options.partitions()}) {
     TORCH_CHECK_VALUE(
         names.empty() || names.size() == group.params().size(), "group_muon: ", names.size(),
@@ -64,7 +65,19 @@ void check_group(const OptimizerParamGroup& group, size_t first_index) {
   for (size_t i = 0; i < group.params().size(); ++i) {
     const auto name = parameter_name(options, i, first_index + i);
     check_value(group.params()[i], name, options.average());
+    resolved(shared.orthogonalize, group.params()[i].device());
     checked(options.layout(), group.params()[i].sizes(), name);
+  }
+}
+
+// Puts what "auto" comes to for these weights in its place.
+void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& options) {
+  if (options.precision() != "auto") return;
+  for (const auto& parameter : group.params()) {
+    if (!parameter.grad().defined() || parameter.is_meta()) continue;
+    const auto precision = default_precision(parse_engine(options.engine()), parameter.device());
+    options.precision(std::string(precision_name(precision)));
+    return;
   }
 }
 
@@ -107,6 +120,7 @@ void GroupMuonOptions::for_each_field(Visit&& visit) {
   visit("tail_steps", &Self::tail_steps_);
   visit("restarts", &Self::restarts_);
   visit("precision", &Self::precision_);
+  visit("engine", &Self::engine_);
   visit("eps", &Self::eps_);
   visit("relative_eps", &Self::relative_eps_);
   visit("rank_tolerance", &Self::rank_tolerance_);
@@ -242,7 +256,8 @@ std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::weights_of_n
   std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
   size_t index = 0;
   for (auto& group : param_groups_) {
-    const auto& options = options_of(group);
+    auto& options = options_of(group);
+    settle_precision(group, options);
     const auto shared = step_options(options);
     auto batch = std::find_if(
         batches.begin(), batches.end(), [&](const auto& other) { return other.first == shared; });

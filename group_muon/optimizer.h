@@ -40,7 +40,7 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   TORCH_ARG(int64_t, seed) = 0;
 
   /// newton_schulz; gram, the same polynomial for less work; accurate_gram, with less rounding; exact;
-  /// auto: gram on CPUs where it is faster, else newton_schulz.
+  /// auto: gram where an engine of our own runs, else newton_schulz.
   TORCH_ARG(std::string, method) = "auto";
   /// quintic, polar_express, you.
   TORCH_ARG(std::string, coefficients) = "quintic";
@@ -51,8 +51,11 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   TORCH_ARG(int64_t, tail_steps) = 0;
   /// Gram methods: steps after which to start anew; empty: chosen, block by block.
   TORCH_ARG(std::vector<int64_t>, restarts);
-  /// bfloat16, float32, float64.
-  TORCH_ARG(std::string, precision) = "bfloat16";
+  /// bfloat16, float32, float64; auto: bfloat16 where the device has it in hardware, else float32. The first step
+  /// puts the word that auto comes to here, so that a saved optimizer keeps it.
+  TORCH_ARG(std::string, precision) = "auto";
+  /// Which code runs the Gram methods: auto, portable, neon, avx2, avx512, avx512_bf16 (engine.h).
+  TORCH_ARG(std::string, engine) = "auto";
   TORCH_ARG(double, eps) = 1e-7;
   /// Divide by ‖X‖·(1 + eps); otherwise by ‖X‖ + eps.
   TORCH_ARG(bool, relative_eps) = true;

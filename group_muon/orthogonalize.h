@@ -1,85 +1,16 @@
 #pragma once
-// Orthogonalization: blocks with singular values σ → the same blocks with σ near 1 (or exactly 1).
+// Orthogonalization: blocks with singular values σ → the same blocks with σ near 1 (or exactly 1). One entry for all
+// engines.
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 
-#include <cstdint>
-#include <string_view>
-#include <vector>
+#include "group_muon/iteration.h"
 
 namespace group_muon {
-
-/// One step of an iteration maps every singular value x to a·x + b·x³ + c·x⁵.
-struct Coefficients {
-  double a = 0;
-  double b = 0;
-  double c = 0;
-
-  bool operator==(const Coefficients&) const = default;
-};
-
-enum class Method {
-  kNewtonSchulz,  // X ← aX + (bA + cA²)X, A = XXᵀ
-  kGram,          // the same polynomial, iterated on the small Gram matrix XXᵀ instead of on X
-  kAccurateGram,  // the same, with the small matrices in fp32 at least
-  kExact,         // polar factor by SVD
-  kAuto,          // kGram on CPUs where it is faster (see cpu_gram.h), else kNewtonSchulz
-};
-
-constexpr bool is_gram(Method method) {
-  return method == Method::kGram || method == Method::kAccurateGram;
-}
-constexpr bool may_be_gram(Method method) { return is_gram(method) || method == Method::kAuto; }
-
-/// Named lists: quintic (Muon's), polar_express, you. `steps` entries, the last repeated where the
-/// list is shorter, then `tail_steps` of (2, -1.5, 0.5), which converge to σ = 1. Polar Express is
-/// tuned for σ ≤ 1, so it gets a margin against rounding, a larger one for what may be a Gram method.
-std::vector<Coefficients> coefficient_list(
-    std::string_view name, int64_t steps, int64_t tail_steps, Method method);
-
-/// The list, then `tail_steps` of the converging step.
-std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
-
-/// The steps after which a Gram method starts anew from XXᵀ, for these coefficients: as few as keep the
-/// condition of the factors it accumulates below `limit`, or as low as it can be.
-std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit);
-
-/// Conditions that bf16 bears: of blocks whose norm is spread over directions, and of any block.
-constexpr double kLooseCondition = 57;
-constexpr double kTightCondition = 20;
-
-struct OrthogonalizeOptions {
-  Method method = Method::kNewtonSchulz;
-  std::vector<Coefficients> coefficients = coefficient_list("quintic", 5, 0, Method::kNewtonSchulz);
-  std::vector<int64_t> restarts =
-      {};  // Gram methods: start anew after so many steps; empty: chosen
-  c10::ScalarType precision = c10::kBFloat16;
-  double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
-  bool relative_eps = true;   // relative keeps scale invariance for tiny blocks
-  double rank_tolerance = 0;  // kExact: σ ≤ tolerance·σ_max count as 0; 0: by precision
-
-  bool operator==(const OrthogonalizeOptions&) const = default;
-};
-
-/// What counts as zero where nothing is said, relative to the largest singular value: the SVD's own
-/// rounding, or one unit of the data's, whichever is larger.
-double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side);
-
-/// The options with that in the place of a rank_tolerance of 0.
-OrthogonalizeOptions with_rank_tolerance(
-    OrthogonalizeOptions options, c10::ScalarType data, int64_t long_side);
 
 /// Orthogonalizes every matrix of `blocks` (… × m × n, any aspect ratio); returns a new tensor of
 /// that shape in the working precision. Zero gives zero, a block with NaN or Inf gives NaN, and no
 /// block touches another.
 at::Tensor orthogonalize(const at::Tensor& blocks, const OrthogonalizeOptions& options);
-
-/// Names: auto, newton_schulz, gram, accurate_gram, exact; bfloat16, float32, float64.
-Method parse_method(std::string_view name);
-c10::ScalarType parse_precision(std::string_view name);
-
-/// Refuses options that make no sense, naming the value and what would be valid.
-void check(const OrthogonalizeOptions& options);
 
 }  // namespace group_muon

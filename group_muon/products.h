@@ -1,15 +1,14 @@
 #pragma once
-// Matrix products on CPUs with AVX512-BF16, summed in fp32. Symmetric results cost little more than
-// half: only what lies on and above the diagonal is computed.
+// Matrix products of our own, summed in fp32 in an order that does not depend on the number of threads. Symmetric
+// results cost little more than half: only what lies on and above the diagonal is computed.
 
 #include <c10/util/BFloat16.h>
 
 #include <cstdint>
 
-namespace group_muon {
+#include "group_muon/engine.h"
 
-/// Whether this CPU can; without it nothing below may be called.
-bool has_products();
+namespace group_muon {
 
 /// Rows lie `stride` elements apart.
 template <typename T>
@@ -37,21 +36,23 @@ struct Product {
   float beta = 0;
   bool transpose_a = false;
   bool transpose_b = false;
+
+  int64_t depth() const { return transpose_a ? a.rows : a.cols; }
 };
 
-/// In this thread.
+/// In this thread. The engine is one that runs here, and not portable; bf16 needs one that computes in it.
 template <typename In, typename Out>
-void multiply(const Product<In, Out>& product);
+void multiply(Engine engine, const Product<In, Out>& product);
 
 /// The same for a result that is known to be symmetric: XXᵀ, or a product of commuting symmetric
 /// matrices.
 template <typename In, typename Out>
-void multiply_symmetric(const Product<In, Out>& product);
+void multiply_symmetric(Engine engine, const Product<In, Out>& product);
 
 /// The same with all of torch's threads.
 template <typename In, typename Out>
-void multiply_shared(const Product<In, Out>& product);
+void multiply_shared(Engine engine, const Product<In, Out>& product);
 template <typename In, typename Out>
-void multiply_symmetric_shared(const Product<In, Out>& product);
+void multiply_symmetric_shared(Engine engine, const Product<In, Out>& product);
 
 }  // namespace group_muon

@@ -44,7 +44,7 @@ Times measure(const train::Config& config) {
   const torch::Device device(config.device);
   gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
   model.to(device);
-  model.set_kernels(gpt::parse_kernels(config.kernels, device));
+  model.set_engine(train::engine_of(config));
   auto optimizers = group_muon::assemble(model, train::optimizer_options(config));
   const auto tokens = at::randint(
       config.vocabulary, {config.micro_batch, config.context}, at::dtype(at::kLong).device(device));

@@ -168,7 +168,9 @@ void note_mixtures(Results& results) {
     }
     note_mixture(key, found, results);
   }
-  for (const char* key : {"method", "kernels", "threads", "device"}) {
+  for (const char* key :
+       {"precision", "muon-precision", "validation-precision", "engine", "method", "threads",
+        "device"}) {
     std::map<std::string, std::set<std::string>> values;  // by what was planned
     for (const auto& result : results.runs) {
       if (!result.counts()) continue;

@@ -77,7 +77,10 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
                                .context = 1024,
                                .vocabulary = 50257}));
   EXPECT_EQ(config.batch, 512);
-  EXPECT_EQ(config.precision, "bf16");
+  Config on_gpu = config;
+  on_gpu.device = "cuda";
+  on_gpu = with_engine(on_gpu);
+  EXPECT_EQ(on_gpu.precision, "bf16");
   EXPECT_EQ(config.adamw_lr, 3.6e-3);
   EXPECT_EQ(config.adamw_beta1, 0.9);
   EXPECT_EQ(config.adamw_beta2, 0.95);
@@ -89,7 +92,7 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
   EXPECT_FALSE(config.average);
   EXPECT_EQ(config.iterations, 5);
   EXPECT_EQ(config.coefficients, "quintic");
-  EXPECT_EQ(config.muon_precision, "bfloat16");
+  EXPECT_EQ(on_gpu.muon_precision, "bfloat16");
   EXPECT_EQ(config.method, "newton_schulz");
   EXPECT_EQ(config.eps, 1e-7);
   EXPECT_FALSE(config.relative_eps);

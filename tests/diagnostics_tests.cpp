@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "group_muon/diagnostics.h"
+#include "group_muon/step.h"
 #include "testing.h"
 
 namespace group_muon {

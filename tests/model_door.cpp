@@ -12,12 +12,12 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "model_door CONFIG WEIGHTS TOKENS OUT\n");
     return 2;
   }
-  const auto config = train::configure(train::read_settings(argv[1]));
+  const auto config = train::with_engine(train::configure(train::read_settings(argv[1])));
   gpt::Model model(
       train::model_shape(config), train::matmul_precision(config.precision), /*seed=*/0);
   train::load_weights(argv[2], model);
   const auto tokens = train::load_tensors(argv[3]).at("tokens");
-  model.set_kernels(gpt::parse_kernels(config.kernels, at::kCPU));
+  model.set_engine(train::engine_of(config));
   const int64_t length = tokens.size(1) - 1;
   const double loss =
       model.add_gradients(tokens.narrow(1, 0, length), tokens.narrow(1, 1, length), /*share=*/1);

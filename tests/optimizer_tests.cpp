@@ -71,7 +71,7 @@ TEST_F(OptimizerTest, DefaultsAreTheScripts) {
   EXPECT_TRUE(options.nesterov());
   const auto step = step_options(options);
   EXPECT_EQ(step.orthogonalize.coefficients.size(), 5U);
-  EXPECT_EQ(step.orthogonalize.precision, torch::kBFloat16);
+  EXPECT_EQ(step.orthogonalize.precision, kAutoPrecision);
   EXPECT_EQ(step.scale.base, ScaleRule::kSqrtMax);
   EXPECT_EQ(step.scale.transfer, ScaleRule::kSqrtMax);
 }

@@ -426,7 +426,7 @@ TEST_F(OrthogonalizeTest, BadUseIsRefusedWithTheValue) {
   EXPECT_ERROR_SAYS(orthogonalize(torch::ones({4, 6}, torch::kLong), {}), "not Long");
   EXPECT_ERROR_SAYS(
       orthogonalize(x, {.precision = torch::kHalf}),
-      "precision should be bfloat16, float32 or float64");
+      "precision should be auto, bfloat16, float32 or float64");
   EXPECT_ERROR_SAYS(orthogonalize(x, {.eps = -1}), "eps should be 0 or more, not -1");
   EXPECT_ERROR_SAYS(orthogonalize(x, {.coefficients = {}}), "at least one step");
   EXPECT_ERROR_SAYS(
@@ -442,7 +442,8 @@ TEST_F(OrthogonalizeTest, BadUseIsRefusedWithTheValue) {
       parse_method("svd"),
       "unknown method 'svd': use auto, newton_schulz, gram, accurate_gram or exact");
   EXPECT_ERROR_SAYS(
-      parse_precision("float16"), "unknown precision 'float16': use bfloat16, float32 or float64");
+      parse_precision("float16"),
+      "unknown precision 'float16': use auto, bfloat16, float32 or float64");
 }
 
 }  // namespace

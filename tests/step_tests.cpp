@@ -458,7 +458,7 @@ TEST(Plan, BlocksOfOneOrientedShapeShareABucketAcrossWeights) {
   const auto grouped =
       weights_of({{96, 48}, {96, 48}}, separate(12, 8, parse_schedule("3:random")));
   weights.insert(weights.end(), grouped.begin(), grouped.end());
-  const auto buckets = make_plan(weights, {});
+  const auto buckets = make_plan(weights, {}).buckets;
   ASSERT_EQ(buckets.size(), 2U);
   EXPECT_EQ(buckets[0].short_side, 24);
   EXPECT_EQ(buckets[0].long_side, 96);
@@ -477,7 +477,7 @@ TEST(Plan, Gpt2SmallNeedsFewBuckets) {
     for (auto& w : weights_of({{768, 768}, {3072, 768}, {768, 3072}}, plain()))
       weights.push_back(w);
   }
-  const auto buckets = make_plan(weights, {}, int64_t{1} << 30);
+  const auto buckets = make_plan(weights, {}, int64_t{1} << 30).buckets;
   ASSERT_EQ(buckets.size(), 2U);
   EXPECT_EQ(buckets[0].blocks, 48);
   EXPECT_EQ(buckets[1].blocks, 24);
@@ -485,7 +485,7 @@ TEST(Plan, Gpt2SmallNeedsFewBuckets) {
 
 TEST(Plan, ABucketIsClosedBeforeItGrowsTooLarge) {
   const auto weights = weights_of({{8, 16}, {8, 16}, {8, 16}, {8, 16}, {8, 16}}, plain());
-  const auto buckets = make_plan(weights, {}, 2 * 8 * 16);
+  const auto buckets = make_plan(weights, {}, 2 * 8 * 16).buckets;
   ASSERT_EQ(buckets.size(), 3U);
   EXPECT_EQ(buckets[0].blocks, 2);
   EXPECT_EQ(buckets[2].blocks, 1);
@@ -493,7 +493,7 @@ TEST(Plan, ABucketIsClosedBeforeItGrowsTooLarge) {
 
 TEST(Plan, StackedMatricesAreSplitOverBuckets) {
   const auto weights = weights_of({{5, 8, 16}}, stacked(separate(4, 2, parse_schedule("2"))));
-  const auto buckets = make_plan(weights, {}, 2 * 8 * 16);  // two matrices' worth
+  const auto buckets = make_plan(weights, {}, 2 * 8 * 16).buckets;  // two matrices' worth
   ASSERT_EQ(buckets.size(), 3U);
   EXPECT_EQ(buckets[0].blocks, 4);
   EXPECT_EQ(buckets[1].slots[0].first_matrix, 2);
@@ -503,9 +503,9 @@ TEST(Plan, StackedMatricesAreSplitOverBuckets) {
 TEST(Plan, TheScheduleDecidesAtEveryStep) {
   auto weights = weights_of({{24, 16}}, separate(12, 2, parse_schedule("1,6:random@3")));
   weights[0].step = 2;
-  EXPECT_EQ(make_plan(weights, {})[0].blocks, 12);
+  EXPECT_EQ(make_plan(weights, {}).buckets[0].blocks, 12);
   weights[0].step = 3;
-  EXPECT_EQ(make_plan(weights, {})[0].blocks, 2);
+  EXPECT_EQ(make_plan(weights, {}).buckets[0].blocks, 2);
 }
 
 }  // namespace

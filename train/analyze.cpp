@@ -62,8 +62,8 @@ Config config_of(const AnalyzeOptions& options, const Place& place) {
   auto config = configure(read_settings(place.run + "/config.toml"));
   if (!options.data.empty()) config.data = options.data;
   if (options.threads > 0) config.threads = options.threads;
-  config.method = resolved_method(config);
-  return config;
+  config.engine = group_muon::to_string(engine_of(config));
+  return with_engine(config);
 }
 
 // Some sequences at a time.
@@ -84,7 +84,7 @@ Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::strin
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
       optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
-  model_.set_kernels(gpt::parse_kernels(config_.kernels, at::kCPU));
+  model_.set_engine(engine_of(config_));
   state_ = load_checkpoint(checkpoint, model_, optimizers_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr

@@ -25,7 +25,8 @@ std::vector<Key> make_keys() {
       {"model", "context", &C::context, "Tokens in a sequence"},
       {"model", "vocabulary", &C::vocabulary,
        "Entries; 0: those of the data's vocabulary.tiktoken, or else GPT-2's 50257", 0},
-      {"model", "precision", &C::precision, "Of matrix products: bf16 or fp32; weights are fp32"},
+      {"model", "precision", &C::precision,
+       "Of matrix products: bf16, fp32, or auto: bf16 where the hardware has it; weights are fp32"},
       {"model", "init", &C::init,
        "A run, a checkpoint or a safetensors file to begin with; empty: random weights"},
 
@@ -49,11 +50,12 @@ std::vector<Key> make_keys() {
       {"muon", "average", &C::average, "Momentum as average μM + (1-μ)G instead of as sum μM + G"},
       {"muon", "muon-weight-decay", &C::muon_weight_decay, "Decoupled"},
       {"muon", "method", &C::method,
-       "newton_schulz, gram, accurate_gram, exact, or auto: gram where the CPU has kernels for it"},
+       "newton_schulz, gram, accurate_gram, exact, or auto: gram where an engine of our own runs"},
       {"muon", "coefficients", &C::coefficients, "quintic, polar_express or you"},
       {"muon", "iterations", &C::iterations, "Newton-Schulz iterations"},
       {"muon", "muon-precision", &C::muon_precision,
-       "Of the iterations: bfloat16, float32, float64"},
+       "Of the iterations: bfloat16, float32, float64, or auto: bfloat16 where the hardware has "
+       "it"},
       {"muon", "eps", &C::eps, "Guards the division by a block's norm"},
       {"muon", "relative-eps", &C::relative_eps, "Divide by norm·(1 + eps); false: by norm + eps"},
       {"muon", "base-scale", &C::base_scale,
@@ -83,7 +85,8 @@ std::vector<Key> make_keys() {
        "Steps from one validation to the next; also before the first and after the last step"},
       {"validation", "validation-tokens", &C::validation_tokens,
        "Tokens to validate on, always the same: the first of the split"},
-      {"validation", "validation-precision", &C::validation_precision, "bf16 or fp32"},
+      {"validation", "validation-precision", &C::validation_precision,
+       "bf16, fp32, or auto: bf16 where the hardware has it"},
 
       {"diagnostics", "diagnose-every", &C::diagnose_every,
        "Steps from one measurement of gain and cost of head groups to the next; 0: none", 0, kFree},
@@ -101,12 +104,17 @@ std::vector<Key> make_keys() {
       {"run", "keep", &C::keep, "Newest checkpoints to keep, besides the best", 1, kFree},
       {"run", "log-interval", &C::log_interval, "Steps from one plain line to the next", 1, kFree},
       {"run", "device", &C::device, "cpu or cuda", 1, kRounding},
-      {"run", "kernels", &C::kernels,
-       "native (own kernels, for CPUs with AVX512-BF16), portable (libtorch) or auto", 1,
-       kRounding},
+      {"run", "engine", &C::engine,
+       "Code for the model and the Gram methods: portable (libtorch), our own for a kind of CPU "
+       "(neon, avx2, "
+       "avx512, avx512_bf16), or auto: the CPU's best",
+       1, kRounding},
       {"run", "threads", &C::threads, "0: all cores", 0, kRounding},
   };
 }
+
+// What runs of before there were several engines say: native or portable.
+constexpr const char* kOldEngineKey = "kernels";
 
 // Levenshtein's distance.
 size_t edits(std::string_view a, std::string_view b) {
@@ -172,6 +180,7 @@ Settings settings_of(const toml::table& file) {
           false, "'", section.str(), "' belongs under [", find_key(section.str()).section, "]");
     }
     for (const auto& [name, value] : *table) {
+      if (name.str() == kOldEngineKey) continue;
       const Key& key = find_key(name.str());
       TORCH_CHECK_VALUE(
           section.str() == key.section, "'", name.str(), "' belongs under [", key.section,
@@ -179,6 +188,10 @@ Settings settings_of(const toml::table& file) {
     }
   }
   Settings settings;
+  if (const auto old = file["run"][kOldEngineKey]) {
+    const std::string word = text_of(*old.node(), kOldEngineKey);
+    settings.emplace_back("engine", word == "native" ? "avx512_bf16" : word);
+  }
   for (const auto& key : config_keys()) {
     const auto value = file[key.section][key.name];
     if (value) settings.emplace_back(key.name, text_of(*value.node(), key.name));

@@ -20,7 +20,7 @@ struct Config {
   int64_t width = 768;
   int64_t context = 1024;
   int64_t vocabulary = 0;
-  std::string precision = "bf16";
+  std::string precision = "auto";
   std::string init;
   // data
   std::string data;
@@ -41,7 +41,7 @@ struct Config {
   std::string method = "auto";
   std::string coefficients = "quintic";
   int64_t iterations = 5;
-  std::string muon_precision = "bfloat16";
+  std::string muon_precision = "auto";
   double eps = 1e-7;
   bool relative_eps = true;
   std::string base_scale = "sqrt_max";
@@ -63,7 +63,7 @@ struct Config {
   // validation
   int64_t validation_interval = 125;
   int64_t validation_tokens = 10485760;
-  std::string validation_precision = "fp32";
+  std::string validation_precision = "auto";
   // diagnostics
   int64_t diagnose_every = 0;
   std::string diagnose_groups;
@@ -74,7 +74,7 @@ struct Config {
   int64_t keep = 2;
   int64_t log_interval = 10;
   std::string device = "cpu";
-  std::string kernels = "auto";
+  std::string engine = "auto";
   int64_t threads = 0;
 
   bool operator==(const Config&) const = default;

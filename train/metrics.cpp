@@ -29,9 +29,12 @@ MetricsLog::MetricsLog(const std::string& folder, int64_t step, bool validated)
           /*append=*/true),
       events_(folder, step) {}
 
-void MetricsLog::write(int64_t step, const std::vector<std::pair<std::string, double>>& values) {
+void MetricsLog::write(
+    int64_t step, const std::vector<std::pair<std::string, double>>& values,
+    const std::vector<std::pair<std::string, std::string>>& words) {
   nlohmann::ordered_json line{{"step", step}};
   for (const auto& [name, value] : values) line[name] = value;
+  for (const auto& [name, word] : words) line[name] = word;
   lines_.write(line.dump() + "\n");
   events_.scalars(step, values);
 }

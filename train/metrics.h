@@ -22,7 +22,10 @@ class MetricsLog {
   /// Goes on after `step`, which was validated already or not: what the log says beyond that, by a
   /// run that was cut off, is dropped.
   MetricsLog(const std::string& folder, int64_t step, bool validated);
-  void write(int64_t step, const std::vector<std::pair<std::string, double>>& values);
+  /// `words` are in the file alone.
+  void write(
+      int64_t step, const std::vector<std::pair<std::string, double>>& values,
+      const std::vector<std::pair<std::string, std::string>>& words = {});
   /// To the disk itself.
   void sync() { lines_.sync(); }
 

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <string_view>
 
-#include "group_muon/cpu_gram.h"
 #include "train/attention.h"
 
 namespace train {
@@ -49,6 +49,17 @@ void check_range(const char* key, int64_t value, int64_t least, int64_t most) {
       value);
 }
 
+// The optimizer's: the run's, or portable where that does not compute in the optimizer's precision.
+std::string muon_engine(const Config& config) {
+  const auto engine = group_muon::parse_engine(config.engine);
+  const auto precision = group_muon::parse_precision(config.muon_precision);
+  if (engine == group_muon::Engine::kAuto || precision == group_muon::kAutoPrecision ||
+      group_muon::computes_in(engine, precision)) {
+    return config.engine;
+  }
+  return "portable";
+}
+
 void check_fraction(const char* key, double value) {
   TORCH_CHECK_VALUE(value < 1, key, " should be below 1, not ", value);
 }
@@ -75,9 +86,10 @@ void check(const Config& config) {
   check_fraction("adamw-beta1", config.adamw_beta1);
   check_fraction("adamw-beta2", config.adamw_beta2);
   check_choice("device", config.device, {"cpu", "cuda"});
-  check_choice("kernels", config.kernels, {"auto", "native", "portable"});
-  check_choice("precision", config.precision, {"bf16", "fp32"});
-  check_choice("validation-precision", config.validation_precision, {"bf16", "fp32"});
+  check_choice(
+      "engine", config.engine, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
+  check_choice("precision", config.precision, {"auto", "bf16", "fp32"});
+  check_choice("validation-precision", config.validation_precision, {"auto", "bf16", "fp32"});
   check_choice("qkv", config.qkv, {"three-way", "packed"});
   gpt::ModelShape shape = model_shape(config);
   if (shape.vocabulary == 0) shape.vocabulary = 1;  // not known yet
@@ -112,7 +124,45 @@ gpt::ModelShape model_shape(const Config& config) {
 }
 
 torch::ScalarType matmul_precision(const std::string& name) {
+  TORCH_CHECK(name == "bf16" || name == "fp32", "precision ", name, " is not chosen yet");
   return name == "bf16" ? torch::kBFloat16 : torch::kFloat32;
+}
+
+Config with_engine(Config config) {
+  const torch::Device device(config.device);
+  const auto wanted = group_muon::parse_engine(config.engine);
+  const auto precision = group_muon::default_precision(wanted, device);
+  for (auto* word : {&config.precision, &config.validation_precision}) {
+    if (*word == "auto") *word = precision == torch::kBFloat16 ? "bf16" : "fp32";
+  }
+  if (config.muon_precision == "auto") {
+    config.muon_precision = group_muon::precision_name(precision);
+  }
+  const auto engine =
+      group_muon::resolved_engine(wanted, device, matmul_precision(config.precision));
+  config.engine = group_muon::to_string(engine);
+  if (config.method == "auto") {
+    const auto muon = group_muon::parse_engine(optimizer_options(config).muon.engine());
+    config.method = muon == group_muon::Engine::kPortable ? "newton_schulz" : "gram";
+  }
+  return config;
+}
+
+group_muon::Engine engine_of(const Config& config) {
+  Config here = config;
+  if (!group_muon::runs_here(group_muon::parse_engine(config.engine))) here.engine = "auto";
+  return group_muon::parse_engine(with_engine(here).engine);
+}
+
+std::string software_bf16_note(const Config& config) {
+  const bool wanted = config.precision == "bf16" || config.validation_precision == "bf16" ||
+                      config.muon_precision == "bfloat16";
+  if (!wanted || group_muon::has_bf16(torch::Device(config.device))) return "";
+  char times[16];
+  std::snprintf(times, sizeof times, "%.0f", std::max(1.0, group_muon::bf16_slowdown()));
+  return c10::str(
+      "this run computes in bf16, which this CPU has only in software: its products take about ",
+      times, " times as long as in fp32 here");
 }
 
 group_muon::AssembleOptions optimizer_options(const Config& config) {
@@ -127,6 +177,7 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
                      .coefficients(config.coefficients)
                      .steps(config.iterations)
                      .precision(config.muon_precision)
+                     .engine(muon_engine(config))
                      .eps(config.eps)
                      .relative_eps(config.relative_eps)
                      .base_scale(config.base_scale)
@@ -148,14 +199,6 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
             .v = group_muon::parse_schedule(config.v_group),
             .share_qk = config.share_qk})}};
   return options;
-}
-
-std::string resolved_method(const Config& config) {
-  if (config.method != "auto") return config.method;
-  group_muon::OrthogonalizeOptions options;
-  options.method = group_muon::Method::kAuto;
-  options.precision = group_muon::parse_precision(config.muon_precision);
-  return config.device == "cpu" && group_muon::can_use_cpu_gram(options) ? "gram" : "newton_schulz";
 }
 
 void perturb(const std::vector<torch::Tensor>& weights, uint64_t seed) {

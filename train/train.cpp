@@ -169,8 +169,8 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       // Moved before the optimizers take its weights.
       optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
       kinds_(kinds_of(model_)),
-      peak_(gemm_peak(matmul_precision(config.precision), device_)) {
-  model_.set_kernels(gpt::parse_kernels(config.kernels, device_));
+      peak_(gemm_peak(engine_of(config), matmul_precision(config.precision), device_)) {
+  model_.set_engine(engine_of(config));
   TORCH_CHECK_VALUE(
       order_.windows() >= config.batch, "the training data in '", config.data, "' has ",
       training_.size(), " tokens, which is less than one batch of ", config.batch, " × ",
@@ -185,6 +185,8 @@ Trainer::Trainer(const Config& config, const Listener& listener)
   }
   if (listener_.note) {
     for (const auto& note : unused_groupings(config)) listener_.note(note);
+    const std::string note = software_bf16_note(config);
+    if (!note.empty()) listener_.note(note);
   }
   validation_windows_ = std::min(wanted, validation_windows_);
   state_.training_tokens = training_.size();
@@ -378,7 +380,12 @@ Outcome Trainer::run() {
       if (is_due(config_.validation_interval) && !state_.validation_loss) {
         const double loss = validate();
         state_.validation_loss = loss;
-        metrics.write(state_.step, {{"validation_loss", loss}});
+        metrics.write(
+            state_.step, {{"validation_loss", loss}},
+            {{"engine", config_.engine},
+             {"precision", config_.precision},
+             {"muon_precision", config_.muon_precision},
+             {"validation_precision", config_.validation_precision}});
         if (listener_.validation) listener_.validation(state_.step, loss);
       }
       if (state_.step > 0 && is_due(config_.checkpoint_interval)) save_here();
@@ -457,9 +464,7 @@ Config resolved(Config config) {
   if (config.micro_batch == 0) {
     config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
   }
-  const bool native = gpt::parse_kernels(config.kernels, config.device) == gpt::Kernels::kNative;
-  config.kernels = native ? "native" : "portable";
-  config.method = resolved_method(config);
+  config = with_engine(std::move(config));
   if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
   return config;
 }
@@ -487,7 +492,7 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
 
 Config config_of_run(const std::string& folder) {
   // Runs of before there was a choice.
-  Settings written = {{"kernels", "portable"}};
+  Settings written = {{"engine", "portable"}};
   const Settings saved = read_settings(folder + "/config.toml");
   written.insert(written.end(), saved.begin(), saved.end());
   Config config = configure(written);
@@ -498,7 +503,12 @@ Config config_of_run(const std::string& folder) {
 Config filled_in(Config config, const Config& found) {
   if (config.vocabulary == 0) config.vocabulary = found.vocabulary;
   if (config.micro_batch == 0) config.micro_batch = found.micro_batch;
-  if (config.kernels == "auto") config.kernels = found.kernels;
+  if (config.precision == "auto") config.precision = found.precision;
+  if (config.muon_precision == "auto") config.muon_precision = found.muon_precision;
+  if (config.validation_precision == "auto") {
+    config.validation_precision = found.validation_precision;
+  }
+  if (config.engine == "auto") config.engine = found.engine;
   if (config.method == "auto") config.method = found.method;
   if (config.threads == 0) config.threads = found.threads;
   return config;
@@ -516,7 +526,9 @@ Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<
   Run run;
   run.lock = lock ? std::move(lock) : std::make_shared<FolderLock>(place.run);
   const Config saved = config_of_run(place.run);
-  run.config = resolved(configure(settings, saved));
+  Config config = configure(settings, saved);
+  if (config.engine == saved.engine) config.engine = group_muon::to_string(engine_of(saved));
+  run.config = resolved(config);
   if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {
     run.config.out = saved.out;
   }

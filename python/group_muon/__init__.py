@@ -27,13 +27,14 @@ from group_muon.layouts import (
     with_grouping,
 )
 from group_muon.models import param_groups
-from group_muon.optimizer import GroupMuon, orthogonalize
+from group_muon.optimizer import GroupMuon, engines, orthogonalize
 
 __version__ = "0.1.0"
 __all__ = [
     "GroupMuon",
     "convolution",
     "diagnostics",
+    "engines",
     "grouping",
     "head_order",
     "interleaved_qkv",

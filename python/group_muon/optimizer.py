@@ -24,6 +24,7 @@ _SHARED = (
     "tail_steps",
     "restarts",
     "precision",
+    "engine",
     "eps",
     "relative_eps",
     "rank_tolerance",
@@ -66,7 +67,8 @@ def orthogonalize(
     steps: int = 5,
     tail_steps: int = 0,
     restarts: Sequence[int] = (),
-    precision: str = "bfloat16",
+    precision: str = "auto",
+    engine: str = "auto",
     eps: float = 1e-7,
     relative_eps: bool = True,
     rank_tolerance: float = 0.0,
@@ -79,11 +81,17 @@ def orthogonalize(
         tail_steps=tail_steps,
         restarts=restarts,
         precision=precision,
+        engine=engine,
         eps=eps,
         relative_eps=relative_eps,
         rank_tolerance=rank_tolerance,
     )
     return _ops.orthogonalize(blocks, **_operator_options(options))
+
+
+def engines() -> list[str]:
+    """The engines that run on this CPU, the best last; GROUP_MUON_CPU=avx2 forbids better ones."""
+    return _ops.engines()
 
 
 class GroupMuon(torch.optim.Optimizer):
@@ -108,13 +116,18 @@ class GroupMuon(torch.optim.Optimizer):
         partitions: a name for each parameter of a group, for its random partitions alone:
             parameters of one name draw the same, such as Q and K of a layer.
         method: "newton_schulz", "gram" (same polynomial, on the Gram matrix: less work),
-            "accurate_gram" (that matrix in fp32: less rounding), "exact" (SVD) or "auto" ("gram" on
-            CPUs where it is faster, else "newton_schulz").
+            "accurate_gram" (that matrix in fp32: less rounding), "exact" (SVD) or "auto" ("gram"
+            where an engine of our own runs, else "newton_schulz").
         coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
         steps: iterations, for named coefficients.
         tail_steps: further iterations that converge to the exact polar factor.
         restarts: for Gram methods, steps after which to start anew; empty: chosen, block by block.
-        precision: "bfloat16", "float32" or "float64".
+        precision: "bfloat16", "float32", "float64", or "auto": bfloat16 where the device has it in
+            hardware, else float32. The first step puts the word that "auto" comes to into the
+            parameter group, so that a saved state keeps it.
+        engine: which code runs the Gram methods: "auto", "portable" (libtorch's operations), or one
+            of our own for a kind of CPU: "neon", "avx2", "avx512", "avx512_bf16".
+            ``group_muon.engines()`` lists those that run here.
         eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
         rank_tolerance: for "exact", the fraction of the largest singular value that counts as 0.
         base_scale: "naive", "keller_jordan", "mup", "moonlight" or "sqrt_max".
@@ -138,7 +151,8 @@ class GroupMuon(torch.optim.Optimizer):
         steps: int = 5,
         tail_steps: int = 0,
         restarts: Sequence[int] = (),
-        precision: str = "bfloat16",
+        precision: str = "auto",
+        engine: str = "auto",
         eps: float = 1e-7,
         relative_eps: bool = True,
         rank_tolerance: float = 0.0,
@@ -212,6 +226,7 @@ class GroupMuon(torch.optim.Optimizer):
         # All is checked before anything is written.
         for group, names in self._named_groups():
             self._check(group, names)
+            self._settle_precision(group)
         # Groups whose options allow it are stepped together, so that their blocks batch.
         batches: dict[str, tuple[dict, list]] = {}
         for group, names in self._named_groups():
@@ -310,6 +325,15 @@ class GroupMuon(torch.optim.Optimizer):
                 parameter, memory_format=torch.preserve_format
             )
         return state
+
+    def _settle_precision(self, group: dict) -> None:
+        """Puts what "auto" comes to for these weights in its place."""
+        if group["precision"] != "auto":
+            return
+        for parameter in group["params"]:
+            if parameter.grad is not None and not parameter.is_meta:
+                group["precision"] = _ops.default_precision(group["engine"], parameter.device)
+                return
 
     def _check(self, group: dict, names: list[str]) -> None:
         """Refuses what the operator would refuse at the first step, now."""

@@ -396,7 +396,7 @@ class TestAnalyze:
     def test_the_direct_test_is_what_plain_pytorch_computes(self, tmp_path, data):
         """Loss before and after the three-way step of all QKV matrices, by the reference model."""
         run = tmp_path / "run"
-        exact = {"kernels": "portable", "method": "exact", "muon-precision": "float64"}
+        exact = {"engine": "portable", "method": "exact", "muon-precision": "float64"}
         train(data, run, steps=12, **exact)
         checkpoint = run / "checkpoints/step-000008"
         program("analyze", checkpoint, "--json", tmp_path / "a.json", "--factors", "1")

@@ -8,7 +8,7 @@ from group_muon.optimizer import _operator_options
 
 ORTHOGONALIZE = dict(
     method="newton_schulz", coefficients="quintic", steps=5, tail_steps=0, restarts=[], precision="bfloat16",
-    eps=1e-7, relative_eps=True, rank_tolerance=0.0,
+    engine="auto", eps=1e-7, relative_eps=True, rank_tolerance=0.0,
 )  # fmt: skip
 STEP = dict(
     momentum=0.95, nesterov=True, average=False, seed=0, base_scale="sqrt_max", transfer="same", reference="segment",

@@ -483,8 +483,57 @@ class TestMeta:
         assert optimizer.state[w]["momentum_buffer"].is_meta
 
     def test_orthogonalize_knows_its_shape_and_type(self):
-        y = group_muon.orthogonalize(torch.empty(3, 8, 4, device="meta"))
-        assert y.shape == (3, 8, 4) and y.dtype == torch.bfloat16 and y.is_meta
+        for precision in ("bfloat16", "float32", "auto"):
+            blocks = torch.empty(3, 8, 4, device="meta")
+            y = group_muon.orthogonalize(blocks, precision=precision)
+            real = group_muon.orthogonalize(torch.ones(3, 8, 4), precision=precision)
+            assert y.shape == (3, 8, 4) and y.dtype == real.dtype and y.is_meta
+
+
+class TestEngines:
+    def test_all_engines_agree_in_fp32(self):
+        grads = [torch.randn(72, 16) for _ in range(3)]
+        results = []
+        for engine in group_muon.engines():
+            w = nn.Parameter(torch.zeros(72, 16))
+            optimizer = GroupMuon(
+                [w], lr=0.1, layout=PACKED, method="gram", precision="float32", engine=engine
+            )
+            for grad in grads:
+                w.grad = grad.clone()
+                optimizer.step()
+            results.append(w.detach())
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
+
+    def test_the_first_step_says_what_auto_came_to_and_a_saved_state_keeps_it(self):
+        w = nn.Parameter(torch.randn(8, 8))
+        optimizer = GroupMuon([w])
+        assert optimizer.param_groups[0]["precision"] == "auto"
+        w.grad = torch.randn(8, 8)
+        optimizer.step()
+        came_to = "bfloat16" if group_muon.engines()[-1] == "avx512_bf16" else "float32"
+        assert optimizer.param_groups[0]["precision"] == came_to
+        other = GroupMuon([w])
+        other.load_state_dict(optimizer.state_dict())
+        assert other.param_groups[0]["precision"] == came_to
+        assert other.param_groups[0]["engine"] == "auto"
+
+    def test_a_state_without_an_engine_loads(self):
+        w = nn.Parameter(torch.randn(8, 8))
+        state = GroupMuon([w]).state_dict()
+        del state["param_groups"][0]["engine"]
+        optimizer = GroupMuon([w])
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["engine"] == "auto"
+
+    def test_an_engine_that_cannot_be_is_refused_at_once(self):
+        w = nn.Parameter(torch.randn(8, 8))
+        missing = "neon" if "neon" not in group_muon.engines() else "avx2"
+        with pytest.raises(ValueError, match=f"engine {missing} does not run on this CPU"):
+            GroupMuon([w], engine=missing)
+        with pytest.raises(ValueError, match="unknown engine 'fast'"):
+            GroupMuon([w], engine="fast")
 
 
 class TestRefusals:

@@ -58,10 +58,10 @@ def save_model(model, path):
     save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
 
 
-@pytest.mark.parametrize("kernels", ["portable", "auto"])
+@pytest.mark.parametrize("engine", group_muon.engines())
 class TestParity:
     @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, kernels, kv_heads):
+    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, engine, kv_heads):
         torch.manual_seed(0)
         model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads)
         with torch.no_grad():
@@ -72,7 +72,7 @@ class TestParity:
         save_file({"tokens": tokens}, tmp_path / "tokens")
         (tmp_path / "config.toml").write_text(
             f"[model]\nlayers = 3\nheads = 4\nkv-heads = {kv_heads}\nwidth = 64\ncontext = 24\n"
-            'vocabulary = 100\nprecision = "fp32"\n[run]\nkernels = "%s"\n' % kernels
+            'vocabulary = 100\nprecision = "fp32"\n[run]\nengine = "%s"\n' % engine
         )
         files = [tmp_path / name for name in ("config.toml", "weights", "tokens", "out")]
         subprocess.run([DOOR, *files], check=True)
@@ -86,7 +86,7 @@ class TestParity:
             difference = (ours[name] - weight.grad).norm() / weight.grad.norm()
             assert difference < 1e-5, name
 
-    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data, kernels):
+    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data, engine):
         torch.manual_seed(1)
         heads, width, layers, context, batch = 4, 32, 2, 16, 8
         model = Gpt(layers, heads, width, vocabulary=64)
@@ -94,7 +94,7 @@ class TestParity:
         precise = {"precision": "fp32", "muon-precision": "float32", "micro-batch": 3}
         lr, adamw_lr = 2e-3, 3e-3
         options = {"muon-lr": lr, "adamw-lr": adamw_lr, "seed": 5, "init": tmp_path / "weights"}
-        options["kernels"] = kernels
+        options["engine"] = engine
         train(data, tmp_path / "run", steps=10, **precise, **options)
 
         size = width // heads
@@ -137,27 +137,28 @@ class TestParity:
         for name, buffer in momenta.items():
             assert (momentum[f"muon.momentum.{name}"] - buffer).abs().max() < 1e-4, name
 
-    def test_bf16_stays_near_fp32(self, tmp_path, data, kernels):
+    def test_bf16_stays_near_fp32(self, tmp_path, data, engine):
         for precision in ("bf16", "fp32"):
-            train(data, tmp_path / precision, steps=100, precision=precision, kernels=kernels)
+            used = engine if precision == "fp32" or engine == "avx512_bf16" else "portable"
+            train(data, tmp_path / precision, steps=100, precision=precision, engine=used)
         both = [values(tmp_path / p, "validation_loss")[-1] for p in ("bf16", "fp32")]
         assert both[0] == pytest.approx(both[1], abs=0.03) and both[0] < 2
 
 
 class TestWhatAPersonSees:
-    @pytest.mark.parametrize("kernels", ["portable", "auto"])
-    def test_a_profile_accounts_for_all_of_the_time(self, tmp_path, data, kernels):
-        words = arguments(data, tmp_path / "run", steps=20, kernels=kernels)
+    @pytest.mark.parametrize("engine", ["portable", "auto"])
+    def test_a_profile_accounts_for_all_of_the_time(self, tmp_path, data, engine):
+        words = arguments(data, tmp_path / "run", steps=20, engine=engine)
         out = program("train", *words, "--profile").stdout
         shares = {
             m[1].strip(): float(m[2]) for m in re.finditer(r"^(.*?) +[\d.]+ +([\d.]+)%$", out, re.M)
         }
         assert shares.pop("a step") == 100
         assert sum(shares.values()) == pytest.approx(100, abs=0.5)
-        used = re.search(r'kernels = "(\w+)"', (tmp_path / "run/config.toml").read_text())[1]
-        assert used in ("native", "portable")  # what it came to, not what was asked
+        used = re.search(r'engine = "(\w+)"', (tmp_path / "run/config.toml").read_text())[1]
+        assert used in group_muon.engines()  # what it came to, not what was asked
         parts = {"matmul", "attention", "normalisation", "activation"}
-        assert parts <= set(shares) if used == "native" else "model" in shares
+        assert "model" in shares if used == "portable" else parts <= set(shares)
         assert {"optimizer", "data"} <= set(shares)
 
     def test_plain_lines_in_a_log(self, tmp_path, data):
@@ -240,7 +241,12 @@ class TestWhatAPersonSees:
                 tags, points = eventually(lambda: self.ask_tensorboard(tmp_path / "log"))
             finally:
                 server.kill()
-        names = {name for line in metrics(tmp_path / "run") for name in line if name != "step"}
+        names = {
+            name
+            for line in metrics(tmp_path / "run")
+            for name, value in line.items()
+            if name != "step" and not isinstance(value, str)
+        }
         assert set(tags) == names
         assert [point[1] for point in points] == list(range(1, 9))
         losses = values(tmp_path / "run", "loss")
@@ -300,36 +306,98 @@ class TestWhatAPersonSees:
         assert program("--version").stdout.startswith("group-muon 0.")
 
 
-class TestOtherCpus:
-    """Those without AVX512-BF16; torch's own variable makes any CPU one of them."""
+# What a CPU without AVX-512 offers, to us and to the libraries below torch.
+AVX2 = {
+    "GROUP_MUON_CPU": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+PLAIN = {**AVX2, "GROUP_MUON_CPU": "portable"}
 
-    def test_auto_falls_back_and_native_is_refused(self, tmp_path, data):
-        older = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
-        program("train", *arguments(data, tmp_path / "run", steps=20), env=older)
-        config = (tmp_path / "run/config.toml").read_text()
-        assert 'kernels = "portable"' in config and 'method = "newton_schulz"' in config
+
+def words_of(run):
+    """What a run's config says of precision, engine and method."""
+    text = (run / "config.toml").read_text()
+    return dict(re.findall(r'^(\S*precision|engine|method) = "(\w+)"', text, re.M))
+
+
+class TestEngines:
+    def test_auto_is_written_down_as_what_it_came_to(self, tmp_path, data):
+        train(data, tmp_path / "run", steps=4)
+        words = words_of(tmp_path / "run")
+        best = group_muon.engines()[-1]
+        precise = best == "avx512_bf16"
+        assert words["engine"] == best
+        if best != "portable":
+            assert words["method"] == "gram"
+            assert words["precision"] == words["validation-precision"]
+            assert words["precision"] == ("bf16" if precise else "fp32")
+            assert words["muon-precision"] == ("bfloat16" if precise else "float32")
+        line = next(line for line in metrics(tmp_path / "run") if "validation_loss" in line)
+        for key in ("engine", "precision", "muon-precision", "validation-precision"):
+            assert line[key.replace("-", "_")] == words[key]
+
+    def test_without_bf16_in_hardware_auto_is_fp32(self, tmp_path, data):
+        older = {**os.environ, **PLAIN}
+        done = program("train", *arguments(data, tmp_path / "run", steps=20), env=older)
+        assert words_of(tmp_path / "run") == {
+            "precision": "fp32",
+            "validation-precision": "fp32",
+            "muon-precision": "float32",
+            "engine": "portable",
+            "method": "newton_schulz",
+        }
         assert values(tmp_path / "run", "loss")[-1] < values(tmp_path / "run", "loss")[0]
-        words = arguments(data, tmp_path / "other", steps=20, kernels="native")
-        refused = program("train", *words, check=False, env=older)
-        assert refused.returncode != 0 and "AVX512-BF16" in refused.stderr
-        assert not (tmp_path / "other").exists()
+        assert "software" not in done.stdout + done.stderr
+
+    def test_an_engine_that_does_not_run_here_is_refused(self, tmp_path, data):
+        for engine in {"neon", "avx2"} - set(group_muon.engines()):
+            refused = train(data, tmp_path / "run", check=False, engine=engine)
+            assert refused.returncode != 0 and "does not run on this CPU" in refused.stderr
+            assert not (tmp_path / "run").exists()
+
+    def test_a_run_goes_on_under_another_engine_and_says_so(self, tmp_path, data):
+        run = tmp_path / "run"
+        options = {"precision": "bf16", "steps": 8, "checkpoint-interval": 4}
+        train(data, run, **options)
+        began = words_of(run)
+        shutil.rmtree(run / "checkpoints/step-000008")
+        done = program("train", "--resume", run, env={**os.environ, **PLAIN})
+        assert "software: its products take about" in done.stdout + done.stderr
+        if began["engine"] != "portable":
+            said = f"engine was {began['engine']} and is portable"
+            assert said in done.stdout + done.stderr
+            assert "not bit for bit" in done.stdout + done.stderr
+        assert words_of(run) == {**began, "engine": "portable"}  # the rest it keeps
+
+    @pytest.mark.parametrize("engine", group_muon.engines())
+    def test_resumed_under_the_same_engine_it_is_itself(self, tmp_path, data, engine):
+        options = {"steps": 12, "checkpoint-interval": 6, "engine": engine}
+        train(data, tmp_path / "whole", **options)
+        train(data, tmp_path / "run", **options)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000012")
+        done = program("train", "--resume", tmp_path / "run")
+        assert "bit for bit" not in done.stdout + done.stderr
+        assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 class TestResume:
-    def test_a_run_of_before_there_were_kernels_stays_portable(self, tmp_path, data):
-        whole = train(data, tmp_path / "whole", steps=20, kernels="portable")
+    @pytest.mark.parametrize("written", ["", 'kernels = "portable"\n'])
+    def test_a_run_of_before_there_were_engines_stays_portable(self, tmp_path, data, written):
+        whole = train(data, tmp_path / "whole", steps=20, engine="portable")
         assert whole.returncode == 0
-        train(data, tmp_path / "run", steps=20, kernels="portable", **{"checkpoint-interval": 10})
+        train(data, tmp_path / "run", steps=20, engine="portable", **{"checkpoint-interval": 10})
         for name in checkpoints(tmp_path / "run"):
             if name != "step-000010":
                 shutil.rmtree(tmp_path / "run/checkpoints" / name)
         config = tmp_path / "run/config.toml"
         lines = config.read_text().splitlines(keepends=True)
-        config.write_text("".join(line for line in lines if not line.startswith("kernels")))
+        config.write_text("".join(written if line.startswith("engine") else line for line in lines))
         program("train", "--resume", tmp_path / "run")
         assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
-    @pytest.mark.parametrize(("precision", "interval"), [("bf16", 7), ("fp32", 7), ("bf16", 60)])
+    @pytest.mark.parametrize(("precision", "interval"), [("auto", 7), ("fp32", 7), ("auto", 60)])
     def test_after_kill_9_at_any_moment(self, tmp_path, data, precision, interval):
         options = {"precision": precision, "steps": 1500, "checkpoint-interval": interval}
         start = time.monotonic()

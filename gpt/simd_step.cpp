@@ -1,4 +1,4 @@
-#include "gpt/native.h"
+#include "gpt/simd_step.h"
 
 #include <ATen/ATen.h>
 
@@ -6,7 +6,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "gpt/attention.h"
 #include "gpt/kernels.h"
 #include "group_muon/products.h"
 
@@ -41,13 +40,13 @@ Tensor as_tensor(const MatrixView<T>& view) {
 
 // out = alpha·A·B, added to what is there if `add`.
 template <typename In, typename Out>
-void product(Product<In, Out> p, bool add, Sum<In> alpha = 1) {
-  if constexpr (std::is_same_v<In, c10::BFloat16>) {
+void product(Engine engine, Product<In, Out> p, bool add, Sum<In> alpha = 1) {
+  if constexpr (!std::is_same_v<In, double>) {
     p.alpha = alpha;
     p.d = add ? p.out.data : nullptr;
     p.beta = 1;
-    group_muon::multiply_shared(p);
-  } else {  // libtorch's are as good
+    group_muon::multiply_shared(engine, p);
+  } else {  // for checks only
     const Tensor a = as_tensor(p.a), b = as_tensor(p.b);
     as_tensor(p.out).addmm_(
         p.transpose_a ? a.t() : a, p.transpose_b ? b.t() : b, add ? 1 : 0, alpha);
@@ -55,12 +54,18 @@ void product(Product<In, Out> p, bool add, Sum<In> alpha = 1) {
 }
 
 template <typename T>
-class NativeStepOf : public NativeStep {
+class SimdStepOf : public SimdStep {
  public:
   using S = Sum<T>;
 
-  NativeStepOf(const ModelShape& shape, const Weights& weights, Profile& profile)
-      : shape_(shape), weights_(weights), profile_(profile), layers_(shape.layers) {}
+  SimdStepOf(Engine engine, const ModelShape& shape, const Weights& weights, Profile& profile)
+      : engine_(engine),
+        kernels_(kernels_of<T>(engine)),
+        attention_(attention_of<T>(engine)),
+        shape_(shape),
+        weights_(weights),
+        profile_(profile),
+        layers_(shape.layers) {}
 
   double run(const Tensor& tokens, const Tensor& targets, double share) override {
     const torch::NoGradGuard no_grad;
@@ -150,7 +155,7 @@ class NativeStepOf : public NativeStep {
     copy.gradient = copy.add ? master.grad() : at::empty_like(master.detach());
     TORCH_CHECK_VALUE(
         copy.gradient.is_contiguous() && copy.gradient.scalar_type() == kType<S>,
-        "native kernels need contiguous gradients in ", kType<S>);
+        "engines of our own need contiguous gradients in ", kType<S>);
   }
 
   void publish_gradients() {
@@ -188,7 +193,8 @@ class NativeStepOf : public NativeStep {
       bool add = false) {
     const auto timed = Timed(profile_, Part::kMatmul);
     product(
-        Product<T, Out>{.a = x, .b = weight.view(), .out = out, .transpose_b = true}, add, alpha);
+        engine_, Product<T, Out>{.a = x, .b = weight.view(), .out = out, .transpose_b = true}, add,
+        alpha);
   }
 
   // The gradient of Y = XWᵀ by X.
@@ -202,6 +208,7 @@ class NativeStepOf : public NativeStep {
     for (int64_t k = 0; k < w.rows; k += part) {
       const int64_t depth = std::min(part, w.rows - k);
       product(
+          engine_,
           Product<T, Out>{
               .a = {y_grad.data + k, y_grad.rows, depth, y_grad.stride},
               .b = {w.data + k * w.stride, depth, w.cols, w.stride},
@@ -218,6 +225,7 @@ class NativeStepOf : public NativeStep {
     for (int64_t k = 0; k < x.rows; k += kLongestDepth) {
       const int64_t depth = std::min(kLongestDepth, x.rows - k);
       product(
+          engine_,
           Product<T, S>{
               .a = {y_grad.data + k * y_grad.stride, depth, y_grad.cols, y_grad.stride},
               .b = {x.data + k * x.stride, depth, x.cols, x.stride},
@@ -230,7 +238,7 @@ class NativeStepOf : public NativeStep {
 
   void normalize(Tensor& normal, Tensor& inverse) {
     const auto timed = Timed(profile_, Part::kNorm);
-    rms_norm(
+    kernels_.rms_norm(
         stream_.data_ptr<S>(), room<T>(normal, rows_, shape_.width), room<S>(inverse, rows_, 1),
         rows_, shape_.width);
   }
@@ -240,7 +248,14 @@ class NativeStepOf : public NativeStep {
   void normalize_backward(
       const Tensor& normal, const Tensor& inverse, const G* normal_grad, bool begin, S scale) {
     const auto timed = Timed(profile_, Part::kNorm);
-    rms_norm_backward(
+    const auto backward = [&] {
+      if constexpr (std::is_same_v<G, T>) {
+        return kernels_.rms_norm_backward;
+      } else {
+        return kernels_.rms_norm_backward_of_sums;
+      }
+    }();
+    backward(
         normal.const_data_ptr<T>(), inverse.const_data_ptr<S>(), normal_grad,
         room<S>(stream_grad_, rows_, shape_.width), begin,
         room<T>(layer_grad_, rows_, shape_.width), scale, rows_, shape_.width);
@@ -257,7 +272,7 @@ class NativeStepOf : public NativeStep {
     const MatrixView<S> stream = room_for<S>(stream_, width);
     {
       const auto timed = Timed(profile_, Part::kLoss);
-      embed(weights_.wte.template const_data_ptr<S>(), tokens, stream.data, rows_, width);
+      kernels_.embed(weights_.wte.template const_data_ptr<S>(), tokens, stream.data, rows_, width);
     }
     for (int64_t i = 0; i < shape_.layers; ++i) {
       const Layer& weights = layers_[i];
@@ -268,7 +283,7 @@ class NativeStepOf : public NativeStep {
       linear(matrix<const T>(layer.normal1, rows_, width), weights.qkv_weight, qkv);
       {
         const auto timed = Timed(profile_, Part::kAttention);
-        attention(
+        attention_.forward(
             attention_shape_, rotary(), qkv.data, heads.data,
             room<S>(layer.log_sums, rows_, shape_.heads));
       }
@@ -279,7 +294,7 @@ class NativeStepOf : public NativeStep {
       linear(matrix<const T>(layer.normal2, rows_, width), weights.up_weight, up);
       {
         const auto timed = Timed(profile_, Part::kActivation);
-        gelu(up.data, active.data, rows_ * kMlp * width);
+        kernels_.gelu(up.data, active.data, rows_ * kMlp * width);
       }
       linear(readable(active), weights.down_weight, stream, S{1}, /*add=*/true);
     }
@@ -305,7 +320,7 @@ class NativeStepOf : public NativeStep {
       linear(x, embedding_, view);
       {
         const auto timed = Timed(profile_, Part::kLoss);
-        cross_entropy(
+        kernels_.cross_entropy(
             logits, targets + row, losses_.data() + row, share / static_cast<double>(rows_), rows,
             vocabulary);
       }
@@ -331,7 +346,7 @@ class NativeStepOf : public NativeStep {
       input_backward(layer_grad, layer.down_weight, wide_grad);
       {
         const auto timed = Timed(profile_, Part::kActivation);
-        gelu_backward(
+        kernels_.gelu_backward(
             layer.up.template const_data_ptr<T>(), active_.data_ptr<T>(), wide_grad.data,
             rows_ * kMlp * width);
       }
@@ -345,7 +360,7 @@ class NativeStepOf : public NativeStep {
       weight_backward(layer_grad, matrix<const T>(layer.heads, rows_, width), layer.out_weight);
       {
         const auto timed = Timed(profile_, Part::kAttention);
-        attention_backward(
+        attention_.backward(
             attention_shape_, rotary(), layer.qkv.template const_data_ptr<T>(),
             layer.heads.template const_data_ptr<T>(), layer.log_sums.template const_data_ptr<S>(),
             narrow_grad.data, qkv_grad.data);
@@ -357,9 +372,13 @@ class NativeStepOf : public NativeStep {
     }
     if (!embedding_.gradient.defined()) return;
     const auto timed = Timed(profile_, Part::kLoss);
-    embed_backward(stream_grad_.const_data_ptr<S>(), tokens, embedding_.grad().data, rows_, width);
+    kernels_.embed_backward(
+        stream_grad_.const_data_ptr<S>(), tokens, embedding_.grad().data, rows_, width);
   }
 
+  Engine engine_;
+  const Kernels<T>& kernels_;
+  const AttentionKernels<T>& attention_;
   ModelShape shape_;
   Weights weights_;
   Profile& profile_;
@@ -375,21 +394,19 @@ class NativeStepOf : public NativeStep {
 
 }  // namespace
 
-bool has_native_kernels() { return group_muon::has_products(); }
-
-std::unique_ptr<NativeStep> make_native_step(
-    const ModelShape& shape, const Weights& weights, torch::ScalarType precision,
+std::unique_ptr<SimdStep> make_simd_step(
+    Engine engine, const ModelShape& shape, const Weights& weights, torch::ScalarType precision,
     Profile& profile) {
-  TORCH_CHECK(has_native_kernels(), "native kernels need a CPU with AVX512-BF16");
   switch (precision) {
     case at::kBFloat16:
-      return std::make_unique<NativeStepOf<c10::BFloat16>>(shape, weights, profile);
+      return std::make_unique<SimdStepOf<c10::BFloat16>>(engine, shape, weights, profile);
     case at::kFloat:
-      return std::make_unique<NativeStepOf<float>>(shape, weights, profile);
+      return std::make_unique<SimdStepOf<float>>(engine, shape, weights, profile);
     case at::kDouble:
-      return std::make_unique<NativeStepOf<double>>(shape, weights, profile);
+      return std::make_unique<SimdStepOf<double>>(engine, shape, weights, profile);
     default:
-      TORCH_CHECK_VALUE(false, "no native kernels for products in ", precision);
+      TORCH_CHECK_VALUE(
+          false, "engine ", group_muon::to_string(engine), " has no products in ", precision);
   }
 }
 

@@ -1,20 +1,13 @@
-#include "gpt/attention.h"
-
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "gpt/kernels.h"
 #include "gpt/vector_math.h"
-#include "group_muon/avx512.h"
+#include "group_muon/parallel.h"
 #include "group_muon/products.h"
 
-#ifdef GROUP_MUON_AVX512
-GROUP_MUON_AVX512_BEGIN
-#endif
-
-namespace gpt {
+namespace gpt::GROUP_MUON_TARGET {
 namespace {
 
 using group_muon::MatrixView;
@@ -31,7 +24,7 @@ constexpr bool kHasProducts = !std::is_same_v<T, double>;
 template <typename In, typename Out>
 void product(const Product<In, Out>& p) {
   if constexpr (kHasProducts<In>) {
-    group_muon::multiply(p);
+    group_muon::multiply(Engine::GROUP_MUON_ENGINE, p);
   } else {
     const auto entry = [](const auto& m, bool transpose, int64_t i, int64_t j) {
       return transpose ? m.data[j * m.stride + i] : m.data[i * m.stride + j];
@@ -114,7 +107,7 @@ void for_tiles(int64_t tokens, Use&& use) {
 // Runs work(batch, kv head, tiles) for all of them; tiles are each thread's own.
 template <typename T, typename Work>
 void for_kv_heads(const AttentionShape& shape, Work&& work) {
-  at::parallel_for(0, shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+  group_muon::share_out(shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     Tiles<T> tiles(tile_rows(shape.tokens), shape.tokens, shape.head_dim);
     for (int64_t i = begin; i < end; ++i) work(i / shape.kv_heads, i % shape.kv_heads, tiles);
   });
@@ -179,8 +172,6 @@ void softmax_row_backward(
   std::fill(weights + seen, weights + width, static_cast<T>(0));
   std::fill(weight_grads + seen, weight_grads + width, static_cast<T>(0));
 }
-
-}  // namespace
 
 template <typename T>
 void attention(
@@ -291,17 +282,13 @@ void attention_backward(
   });
 }
 
-#define GPT_INSTANTIATE(T)                                                                       \
-  template void attention(const AttentionShape&, const Rotary<Sum<T>>&, T*, T*, Sum<T>*);        \
-  template void attention_backward(                                                              \
-      const AttentionShape&, const Rotary<Sum<T>>&, const T*, const T*, const Sum<T>*, const T*, \
-      T*);
-GPT_INSTANTIATE(c10::BFloat16)
-GPT_INSTANTIATE(float)
-GPT_INSTANTIATE(double)
+}  // namespace
 
-}  // namespace gpt
-
-#ifdef GROUP_MUON_AVX512
-GROUP_MUON_AVX512_END
+const AttentionKernels<float> kFloatAttention = {attention<float>, attention_backward<float>};
+const AttentionKernels<double> kDoubleAttention = {attention<double>, attention_backward<double>};
+#ifdef GROUP_MUON_TARGET_BF16
+const AttentionKernels<c10::BFloat16> kBf16Attention = {
+    attention<c10::BFloat16>, attention_backward<c10::BFloat16>};
 #endif
+
+}  // namespace gpt::GROUP_MUON_TARGET

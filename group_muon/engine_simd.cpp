@@ -1,4 +1,4 @@
-#include "group_muon/cpu_gram.h"
+#include "group_muon/engine_simd.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "group_muon/engine_portable.h"
 #include "group_muon/products.h"
 
 namespace group_muon {
@@ -21,6 +22,8 @@ using c10::BFloat16;
 struct Restarts {
   std::vector<int64_t> of_dominated;
   std::vector<int64_t> of_others;
+
+  bool differ() const { return of_dominated != of_others; }
 };
 
 Restarts restarts_for(int64_t short_side, int64_t long_side, const OrthogonalizeOptions& options) {
@@ -31,37 +34,43 @@ Restarts restarts_for(int64_t short_side, int64_t long_side, const Orthogonalize
     std::iota(all.begin(), all.end(), 1);
     return {all, all};
   }
+  if (options.precision == at::kFloat) {
+    const auto all = gram_restarts(options.coefficients, kFloatCondition);
+    return {all, all};
+  }
   return {
       gram_restarts(options.coefficients, kTightCondition),
       gram_restarts(options.coefficients, kLooseCondition)};
 }
 
-// One block's iteration. R, Z, Q and W are short × short, in type Small; X, Y and the block as it is loaded in bf16.
-template <typename Small>
+// One block's iteration. R, Z, Q and W are short × short, in type Small; X, Y and the block as it is loaded in T.
+template <typename T, typename Small>
 class BlockIteration {
  public:
-  BlockIteration(int64_t short_side, int64_t long_side, bool shared) : shared_(shared) {
+  BlockIteration(Engine engine, int64_t short_side, int64_t long_side, bool shared)
+      : engine_(engine), shared_(shared) {
     const int64_t square = short_side * short_side, elements = short_side * long_side;
     memory_ = at::empty({4 * square}, c10::CppTypeToScalarType<Small>::value);
-    bf16_memory_ = at::empty({3 * elements + square}, at::kBFloat16);
+    block_memory_ = at::empty({3 * elements + square}, c10::CppTypeToScalarType<T>::value);
     auto* place = memory_.data_ptr<Small>();
     for (auto* matrix : {&r_, &z_, &q_, &w_}) {
       *matrix = {place, short_side, short_side, short_side};
       place += square;
     }
-    in_ = bf16_memory_.data_ptr<BFloat16>();
+    in_ = block_memory_.data_ptr<T>();
     x_ = in_ + elements;
     y_ = x_ + elements;
     factor_ = y_ + elements;
   }
 
-  void run(const GramBlock& block, const OrthogonalizeOptions& options, const Restarts& restarts) {
+  void run(
+      const SimdBlock<T>& block, const OrthogonalizeOptions& options, const Restarts& restarts) {
     float scale = block.load(in_);
-    MatrixView<const BFloat16> x = {in_, block.rows, block.cols, block.cols};
+    MatrixView<const T> x = {in_, block.rows, block.cols, block.cols};
     gram(x, scale);
-    auto bounds = is_dominated() ? restarts.of_dominated : restarts.of_others;
+    auto bounds = restarts.differ() && is_dominated() ? restarts.of_dominated : restarts.of_others;
     bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
-    BFloat16 *result = x_, *other = y_;
+    T *result = x_, *other = y_;
     auto begin = options.coefficients.begin();
     for (const auto bound : bounds) {
       if (begin != options.coefficients.begin()) gram(x, scale);
@@ -82,10 +91,10 @@ class BlockIteration {
   using Matrix = MatrixView<Small>;
 
   // R ← scale²·XXᵀ, or XᵀX of a tall X.
-  void gram(const MatrixView<const BFloat16>& x, float scale) {
+  void gram(const MatrixView<const T>& x, float scale) {
     const bool tall = x.rows > x.cols;
     symmetric(
-        Product<BFloat16, Small>{
+        Product<T, Small>{
             .a = x,
             .b = x,
             .out = r_,
@@ -146,7 +155,7 @@ class BlockIteration {
 
   template <typename In>
   void symmetric(const Product<In, Small>& product) {
-    shared_ ? multiply_symmetric_shared(product) : multiply_symmetric(product);
+    shared_ ? multiply_symmetric_shared(engine_, product) : multiply_symmetric(engine_, product);
   }
 
   // Subtracts it from Q's diagonal.
@@ -160,10 +169,9 @@ class BlockIteration {
 
   // out = scale·(Q + identity·I)X, or scale·X(Q + identity·I) for a tall X.
   void apply_factor(
-      const MatrixView<const BFloat16>& x, float scale, float identity,
-      const MatrixView<BFloat16>& out) {
-    MatrixView<const BFloat16> q = {nullptr, q_.rows, q_.cols, q_.stride};
-    if constexpr (std::is_same_v<Small, BFloat16>) {
+      const MatrixView<const T>& x, float scale, float identity, const MatrixView<T>& out) {
+    MatrixView<const T> q = {nullptr, q_.rows, q_.cols, q_.stride};
+    if constexpr (std::is_same_v<Small, T>) {
       q.data = q_.data;
     } else {
       // Without what all directions share there is less to round.
@@ -172,55 +180,85 @@ class BlockIteration {
       q.data = factor_;
     }
     const bool tall = x.rows > x.cols;
-    const Product<BFloat16, BFloat16> product{
+    const Product<T, T> product{
         .a = tall ? x : q,
         .b = tall ? q : x,
         .out = out,
         .d = identity == 0 ? nullptr : x.data,
         .alpha = scale,
         .beta = scale * identity};
-    shared_ ? multiply_shared(product) : multiply(product);
+    shared_ ? multiply_shared(engine_, product) : multiply(engine_, product);
   }
 
+  Engine engine_;
   bool shared_;
-  Tensor memory_, bf16_memory_;
+  Tensor memory_, block_memory_;
   Matrix r_, z_, q_, w_;
-  BFloat16 *in_, *x_, *y_, *factor_;
+  T *in_, *x_, *y_, *factor_;
 };
 
-template <typename Small>
-void run_blocks(const std::vector<GramBlock>& blocks, const OrthogonalizeOptions& options) {
+template <typename T, typename Small>
+void run_blocks(const std::vector<SimdBlock<T>>& blocks, const OrthogonalizeOptions& options) {
   const auto count = static_cast<int64_t>(blocks.size());
   const auto [short_side, long_side] = std::minmax(blocks[0].rows, blocks[0].cols);
   const Restarts restarts = restarts_for(short_side, long_side, options);
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const int64_t even = count / threads * threads;
-  at::parallel_for(
-      0, even, std::max<int64_t>(1, even / threads),
-      [&, shortest = short_side, longest = long_side](int64_t begin, int64_t end) {
-        BlockIteration<Small> iteration(shortest, longest, /*shared=*/false);
-        for (int64_t i = begin; i < end; ++i) iteration.run(blocks[i], options, restarts);
-      });
-  if (even < count) {
-    BlockIteration<Small> iteration(short_side, long_side, /*shared=*/true);
-    for (int64_t i = even; i < count; ++i) iteration.run(blocks[i], options, restarts);
+  const auto run = [&, shortest = short_side, longest = long_side](
+                       int64_t begin, int64_t end, bool shared) {
+    BlockIteration<T, Small> iteration(options.engine, shortest, longest, shared);
+    for (int64_t i = begin; i < end; ++i) iteration.run(blocks[i], options, restarts);
+  };
+  at::parallel_for(0, even, std::max<int64_t>(1, even / threads), [&](int64_t begin, int64_t end) {
+    run(begin, end, /*shared=*/false);
+  });
+  if (even < count) run(even, count, /*shared=*/true);
+}
+
+template <typename T>
+Tensor orthogonalize_in(const Tensor& x, const OrthogonalizeOptions& options) {
+  const Tensor in = normalized(x, options).contiguous();
+  Tensor out = at::empty_like(in);
+  const auto* from = in.const_data_ptr<T>();
+  auto* to = out.data_ptr<T>();
+  const int64_t rows = x.size(1), cols = x.size(2), size = rows * cols;
+  std::vector<SimdBlock<T>> blocks;
+  for (int64_t i = 0; i < x.size(0); ++i) {
+    const int64_t offset = i * size;
+    blocks.push_back(
+        {.rows = rows,
+         .cols = cols,
+         .load =
+             [=](T* block) {
+               std::copy_n(from + offset, size, block);
+               return 1.0F;
+             },
+         .store = [=](const T* block) { std::copy_n(block, size, to + offset); }});
   }
+  orthogonalize_simd(blocks, options);
+  return out;
 }
 
 }  // namespace
 
-bool can_use_cpu_gram(const OrthogonalizeOptions& options) {
-  return may_be_gram(options.method) && options.precision == at::kBFloat16 &&
-         !options.coefficients.empty() && has_products();
-}
-
-void cpu_gram(const std::vector<GramBlock>& blocks, const OrthogonalizeOptions& options) {
+template <typename T>
+void orthogonalize_simd(
+    const std::vector<SimdBlock<T>>& blocks, const OrthogonalizeOptions& options) {
   if (blocks.empty()) return;
   if (options.method == Method::kAccurateGram) {
-    run_blocks<float>(blocks, options);
+    run_blocks<T, float>(blocks, options);
   } else {
-    run_blocks<BFloat16>(blocks, options);
+    run_blocks<T, T>(blocks, options);
   }
+}
+
+template void orthogonalize_simd(const std::vector<SimdBlock<float>>&, const OrthogonalizeOptions&);
+template void orthogonalize_simd(
+    const std::vector<SimdBlock<BFloat16>>&, const OrthogonalizeOptions&);
+
+Tensor orthogonalize_simd(const Tensor& x, const OrthogonalizeOptions& options) {
+  return options.precision == at::kFloat ? orthogonalize_in<float>(x, options)
+                                         : orthogonalize_in<BFloat16>(x, options);
 }
 
 }  // namespace group_muon

@@ -1,13 +1,11 @@
-// Native kernels against libtorch's autograd of the plain formulas: in fp64 to the last digits, which
+// An engine's kernels against libtorch's autograd of the plain formulas: in fp64 to the last digits, which
 // checks the formulas, in fp32 and bf16 within their rounding.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "gpt/attention.h"
 #include "gpt/kernels.h"
 #include "gpt/model.h"
-#include "gpt/native.h"
 #include "testing.h"
 
 namespace gpt {
@@ -15,13 +13,15 @@ namespace {
 
 using torch::Tensor;
 
-class NativeTest : public testing::Test {
+class SimdStepTest : public testing::Test {
  protected:
-  void SetUp() override {
-    if (!has_native_kernels()) GTEST_SKIP() << "this CPU has no bf16 dot products";
-    torch::manual_seed(0);
-  }
+  SimdStepTest() { torch::manual_seed(0); }
 };
+
+// The engine under test, and the precision that it is made for.
+const Engine kEngine = group_muon::engines_here().back();
+const bool kHasBf16 = group_muon::computes_in(kEngine, torch::kBFloat16);
+const auto kPrecision = kHasBf16 ? torch::kBFloat16 : torch::kFloat;
 
 double error(const Tensor& actual, const Tensor& expected) {
   const Tensor wide = expected.to(torch::kDouble);
@@ -51,7 +51,8 @@ void check_rms_norm() {
     const Tensor grad = torch::randn({rows, cols}).to(kType<T>);
     const Tensor stream = torch::randn({rows, cols}, kType<S>);
     Tensor normal = torch::empty({rows, cols}, kType<T>), inverse = torch::empty({rows}, kType<S>);
-    rms_norm<T>(x.data_ptr<S>(), normal.data_ptr<T>(), inverse.data_ptr<S>(), rows, cols);
+    kernels_of<T>(kEngine).rms_norm(
+        x.data_ptr<S>(), normal.data_ptr<T>(), inverse.data_ptr<S>(), rows, cols);
     const Tensor wide = leaf(x);
     const Tensor expected = wide * torch::rsqrt(wide.square().mean(-1, true) + kNormEps);
     EXPECT_LT(error(normal, expected.detach()), kTolerance<T>) << rows << "x" << cols;
@@ -59,7 +60,7 @@ void check_rms_norm() {
     for (const bool begin : {false, true}) {
       Tensor actual = begin ? torch::full_like(stream, NAN) : stream.clone();
       Tensor scaled = torch::empty_like(normal);
-      rms_norm_backward<T>(
+      kernels_of<T>(kEngine).rms_norm_backward(
           normal.data_ptr<T>(), inverse.data_ptr<S>(), grad.data_ptr<T>(), actual.data_ptr<S>(),
           begin, scaled.data_ptr<T>(), S{0.25}, rows, cols);
       const Tensor sum = begin ? wide.grad() : wide.grad() + stream;
@@ -72,10 +73,10 @@ void check_rms_norm() {
   }
 }
 
-TEST_F(NativeTest, RmsNorm) {
+TEST_F(SimdStepTest, RmsNorm) {
   check_rms_norm<double>();
   check_rms_norm<float>();
-  check_rms_norm<c10::BFloat16>();
+  if (kHasBf16) check_rms_norm<c10::BFloat16>();
 }
 
 template <typename T>
@@ -84,8 +85,9 @@ void check_gelu() {
   const Tensor x = torch::linspace(-12, 12, count).to(kType<T>);
   const Tensor out_grad = torch::randn({count}).to(kType<T>);
   Tensor out = torch::empty_like(x), again = torch::empty_like(x), grad = out_grad.clone();
-  gelu<T>(x.data_ptr<T>(), out.data_ptr<T>(), count);
-  gelu_backward<T>(x.data_ptr<T>(), again.data_ptr<T>(), grad.data_ptr<T>(), count);
+  kernels_of<T>(kEngine).gelu(x.data_ptr<T>(), out.data_ptr<T>(), count);
+  kernels_of<T>(kEngine).gelu_backward(
+      x.data_ptr<T>(), again.data_ptr<T>(), grad.data_ptr<T>(), count);
   const Tensor wide = leaf(x);
   const Tensor expected = torch::gelu(wide);
   expected.backward(out_grad.to(torch::kDouble));
@@ -96,10 +98,10 @@ void check_gelu() {
       (out.to(torch::kDouble) - expected.detach()).abs().max().item<double>(), 12 * kTolerance<T>);
 }
 
-TEST_F(NativeTest, Gelu) {
+TEST_F(SimdStepTest, Gelu) {
   check_gelu<double>();
   check_gelu<float>();
-  check_gelu<c10::BFloat16>();
+  if (kHasBf16) check_gelu<c10::BFloat16>();
 }
 
 template <typename T>
@@ -113,7 +115,7 @@ void check_cross_entropy() {
     (expected.sum() * 0.3).backward();
     Tensor grad = logits.clone(), losses = torch::empty({rows}, torch::kDouble);
     const auto run = [&](double scale) {
-      cross_entropy<T>(
+      kernels_of<T>(kEngine).cross_entropy(
           grad.data_ptr<T>(), targets.data_ptr<int64_t>(), losses.data_ptr<double>(), scale, rows,
           cols);
     };
@@ -125,18 +127,18 @@ void check_cross_entropy() {
   }
 }
 
-TEST_F(NativeTest, CrossEntropy) {
+TEST_F(SimdStepTest, CrossEntropy) {
   check_cross_entropy<double>();
   check_cross_entropy<float>();
-  check_cross_entropy<c10::BFloat16>();
+  if (kHasBf16) check_cross_entropy<c10::BFloat16>();
 }
 
-TEST_F(NativeTest, CrossEntropyOfHugeAndOfInfiniteLogits) {
+TEST_F(SimdStepTest, CrossEntropyOfHugeAndOfInfiniteLogits) {
   Tensor logits =
       torch::tensor({{3e38F, -3e38F, 0.0F}, {-INFINITY, 1.0F, 1.0F}, {NAN, 0.0F, 0.0F}});
   const Tensor targets = torch::tensor({0, 1, 1}, torch::kLong);
   Tensor losses = torch::empty({3}, torch::kDouble);
-  cross_entropy<float>(
+  kernels_of<float>(kEngine).cross_entropy(
       logits.data_ptr<float>(), targets.data_ptr<int64_t>(), losses.data_ptr<double>(), 1, 3, 3);
   EXPECT_EQ(losses[0].item<double>(), 0);
   EXPECT_NEAR(losses[1].item<double>(), std::log(2), 1e-7);
@@ -149,14 +151,16 @@ void check_embedding() {
   const Tensor table = torch::randn({11, 37}, kType<T>), x_grad = torch::randn({50, 37}, kType<T>);
   const Tensor tokens = torch::randint(0, 11, {50}, torch::kLong);
   Tensor x = torch::empty({50, 37}, kType<T>), grad = torch::ones({11, 37}, kType<T>);
-  embed<T>(table.data_ptr<T>(), tokens.data_ptr<int64_t>(), x.data_ptr<T>(), 50, 37);
+  kernels_of<T>(kEngine).embed(
+      table.data_ptr<T>(), tokens.data_ptr<int64_t>(), x.data_ptr<T>(), 50, 37);
   EXPECT_TRUE(x.equal(table.index_select(0, tokens)));
-  embed_backward<T>(x_grad.data_ptr<T>(), tokens.data_ptr<int64_t>(), grad.data_ptr<T>(), 50, 37);
+  kernels_of<T>(kEngine).embed_backward(
+      x_grad.data_ptr<T>(), tokens.data_ptr<int64_t>(), grad.data_ptr<T>(), 50, 37);
   const Tensor expected = torch::ones({11, 37}, kType<T>).index_add(0, tokens, x_grad);
   EXPECT_LT(error(grad, expected), kTolerance<T>);
 }
 
-TEST_F(NativeTest, Embedding) {
+TEST_F(SimdStepTest, Embedding) {
   check_embedding<float>();
   check_embedding<double>();
 }
@@ -197,8 +201,9 @@ void check_attention(double tolerance) {
     const Rotary<S> rotary{cos.data_ptr<S>(), sin.data_ptr<S>()};
     Tensor turned = qkv.clone(), out = torch::empty_like(out_grad), grad = torch::empty_like(qkv);
     Tensor log_sums = torch::empty({shape.batch, shape.heads, shape.tokens}, kType<S>);
-    attention<T>(shape, rotary, turned.data_ptr<T>(), out.data_ptr<T>(), log_sums.data_ptr<S>());
-    attention_backward<T>(
+    attention_of<T>(kEngine).forward(
+        shape, rotary, turned.data_ptr<T>(), out.data_ptr<T>(), log_sums.data_ptr<S>());
+    attention_of<T>(kEngine).backward(
         shape, rotary, turned.data_ptr<T>(), out.data_ptr<T>(), log_sums.data_ptr<S>(),
         out_grad.data_ptr<T>(), grad.data_ptr<T>());
     const Tensor wide = leaf(qkv);
@@ -210,10 +215,10 @@ void check_attention(double tolerance) {
   }
 }
 
-TEST_F(NativeTest, Attention) {
+TEST_F(SimdStepTest, Attention) {
   check_attention<double>(1e-13);
   check_attention<float>(1e-6);
-  check_attention<c10::BFloat16>(0.006);
+  if (kHasBf16) check_attention<c10::BFloat16>(0.006);
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -224,9 +229,9 @@ struct Result {
   std::vector<Tensor> grads;
 };
 
-Result gradients(Model& model, const Tensor& tokens, Kernels kernels, double share = 1) {
+Result gradients(Model& model, const Tensor& tokens, Engine engine, double share = 1) {
   for (auto& weight : model.parameters()) weight.mutable_grad() = Tensor();
-  model.set_kernels(kernels);
+  model.set_engine(engine);
   const int64_t length = tokens.size(1) - 1;
   Result result;
   result.loss =
@@ -250,23 +255,23 @@ const std::vector<ModelShape> kShapes = {
     {.layers = 3, .heads = 3, .kv_heads = 1, .width = 48, .context = 70, .vocabulary = 300},
 };
 
-TEST_F(NativeTest, StepEqualsAutogradInFp64) {
+TEST_F(SimdStepTest, StepEqualsAutogradInFp64) {
   for (const auto& shape : kShapes) {
     Model model(shape, torch::kDouble, 1);
     model.to(torch::kDouble);
     const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
-    const auto expected = gradients(model, tokens, Kernels::kPortable, 0.7);
-    const auto actual = gradients(model, tokens, Kernels::kNative, 0.7);
+    const auto expected = gradients(model, tokens, Engine::kPortable, 0.7);
+    const auto actual = gradients(model, tokens, kEngine, 0.7);
     EXPECT_NEAR(actual.loss, expected.loss, 1e-12) << shape.width;
     EXPECT_LT(error(actual, expected), 1e-11) << shape.width;
   }
 }
 
-TEST_F(NativeTest, StepEqualsNumericalDerivativesInFp64) {
+TEST_F(SimdStepTest, StepEqualsNumericalDerivativesInFp64) {
   const auto& shape = kShapes[2];
   Model model(shape, torch::kDouble, 1);
   model.to(torch::kDouble);
-  model.set_kernels(Kernels::kNative);
+  model.set_engine(kEngine);
   const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
   const Tensor in = tokens.narrow(1, 0, shape.context), out = tokens.narrow(1, 1, shape.context);
   model.add_gradients(in, out, 1);
@@ -286,29 +291,30 @@ TEST_F(NativeTest, StepEqualsNumericalDerivativesInFp64) {
   }
 }
 
-TEST_F(NativeTest, StepIsWithinRoundingInFp32AndBf16) {
+TEST_F(SimdStepTest, StepIsWithinRoundingInFp32AndBf16) {
   for (const auto& shape : kShapes) {
     const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
     Model model(shape, torch::kFloat, 1);
-    const auto expected = gradients(model, tokens, Kernels::kPortable);
-    const auto fp32 = gradients(model, tokens, Kernels::kNative);
+    const auto expected = gradients(model, tokens, Engine::kPortable);
+    const auto fp32 = gradients(model, tokens, kEngine);
     EXPECT_NEAR(fp32.loss, expected.loss, 1e-5) << shape.width;
     EXPECT_LT(error(fp32, expected), 1e-5) << shape.width;
+    if (!kHasBf16) continue;
     // In bf16 no farther from fp32 than libtorch is.
     model.set_precision(torch::kBFloat16);
-    const auto portable = gradients(model, tokens, Kernels::kPortable);
-    const auto native = gradients(model, tokens, Kernels::kNative);
-    EXPECT_NEAR(native.loss, expected.loss, 0.01 * expected.loss) << shape.width;
-    EXPECT_LT(error(native, expected), 1.2 * error(portable, expected) + 0.005) << shape.width;
+    const auto portable = gradients(model, tokens, Engine::kPortable);
+    const auto ours = gradients(model, tokens, kEngine);
+    EXPECT_NEAR(ours.loss, expected.loss, 0.01 * expected.loss) << shape.width;
+    EXPECT_LT(error(ours, expected), 1.2 * error(portable, expected) + 0.005) << shape.width;
   }
 }
 
-TEST_F(NativeTest, GradientsAddUp) {
+TEST_F(SimdStepTest, GradientsAddUp) {
   const auto& shape = kShapes[1];
   Model model(shape, torch::kFloat, 1);
   const Tensor tokens = torch::randint(0, shape.vocabulary, {4, shape.context + 1}, torch::kLong);
-  const auto whole = gradients(model, tokens, Kernels::kNative);
-  gradients(model, tokens.narrow(0, 0, 1), Kernels::kNative, 0.25);
+  const auto whole = gradients(model, tokens, kEngine);
+  gradients(model, tokens.narrow(0, 0, 1), kEngine, 0.25);
   const Tensor rest = tokens.narrow(0, 1, 3);
   model.add_gradients(rest.narrow(1, 0, shape.context), rest.narrow(1, 1, shape.context), 0.75);
   for (size_t i = 0; i < whole.grads.size(); ++i) {
@@ -316,10 +322,10 @@ TEST_F(NativeTest, GradientsAddUp) {
   }
 }
 
-TEST_F(NativeTest, CopiesFollowTheWeights) {
+TEST_F(SimdStepTest, CopiesFollowTheWeights) {
   const auto& shape = kShapes[1];
-  Model model(shape, torch::kBFloat16, 1);
-  model.set_kernels(Kernels::kNative);
+  Model model(shape, kPrecision, 1);
+  model.set_engine(kEngine);
   const Tensor tokens = torch::randint(0, shape.vocabulary, {4, shape.context + 1}, torch::kLong);
   const Tensor in = tokens.narrow(1, 0, shape.context), out = tokens.narrow(1, 1, shape.context);
   const double before = model.evaluate(in, out);
@@ -334,19 +340,19 @@ TEST_F(NativeTest, CopiesFollowTheWeights) {
   EXPECT_NEAR(model.evaluate(in, out), before, 1e-3);
 }
 
-TEST_F(NativeTest, LogitsOfALargeVocabularyAreCutIntoChunks) {
+TEST_F(SimdStepTest, LogitsOfALargeVocabularyAreCutIntoChunks) {
   // 300 rows of 65536 entries in fp32: two chunks of 64 MB at most.
   const ModelShape shape = {
       .layers = 1, .heads = 2, .kv_heads = 0, .width = 8, .context = 100, .vocabulary = 65536};
   Model model(shape, torch::kFloat, 1);
   const Tensor tokens = torch::randint(0, shape.vocabulary, {3, shape.context + 1}, torch::kLong);
-  const auto expected = gradients(model, tokens, Kernels::kPortable);
-  const auto actual = gradients(model, tokens, Kernels::kNative);
+  const auto expected = gradients(model, tokens, Engine::kPortable);
+  const auto actual = gradients(model, tokens, kEngine);
   EXPECT_NEAR(actual.loss, expected.loss, 1e-5);
   EXPECT_LT(error(actual, expected), 2e-5);
 }
 
-TEST_F(NativeTest, ShorterAndLongerBatchesFollowEachOther) {
+TEST_F(SimdStepTest, ShorterAndLongerBatchesFollowEachOther) {
   const auto& shape = kShapes[2];
   Model model(shape, torch::kFloat, 1);
   const auto tokens_of = [&](int64_t batch, int64_t length) {
@@ -354,17 +360,15 @@ TEST_F(NativeTest, ShorterAndLongerBatchesFollowEachOther) {
   };
   for (const auto& tokens : {tokens_of(2, 20), tokens_of(4, 37), tokens_of(1, 5)}) {
     EXPECT_LT(
-        error(
-            gradients(model, tokens, Kernels::kNative),
-            gradients(model, tokens, Kernels::kPortable)),
+        error(gradients(model, tokens, kEngine), gradients(model, tokens, Engine::kPortable)),
         1e-5);
   }
 }
 
-TEST_F(NativeTest, BadInputIsRefusedAndLeavesNoGradients) {
+TEST_F(SimdStepTest, BadInputIsRefusedAndLeavesNoGradients) {
   const auto& shape = kShapes[1];
-  Model model(shape, torch::kBFloat16, 1);
-  model.set_kernels(Kernels::kNative);
+  Model model(shape, kPrecision, 1);
+  model.set_engine(kEngine);
   const Tensor good = torch::zeros({2, shape.context}, torch::kLong);
   const auto refused = [&](const Tensor& tokens, const Tensor& targets, const char* words) {
     EXPECT_ERROR_SAYS(model.add_gradients(tokens, targets, 1), words);
@@ -380,11 +384,11 @@ TEST_F(NativeTest, BadInputIsRefusedAndLeavesNoGradients) {
   EXPECT_ERROR_SAYS(model.add_gradients(good, good, 0), "should not be 0");
 }
 
-TEST_F(NativeTest, FrozenWeightsGetNoGradient) {
+TEST_F(SimdStepTest, FrozenWeightsGetNoGradient) {
   const auto& shape = kShapes[1];
   Model model(shape, torch::kFloat, 1);
   const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
-  const auto all = gradients(model, tokens, Kernels::kNative);
+  const auto all = gradients(model, tokens, kEngine);
   auto weights = model.parameters();
   for (const size_t frozen : {size_t{0}, size_t{3}}) {
     for (auto& weight : weights) weight.mutable_grad() = Tensor();
@@ -400,11 +404,14 @@ TEST_F(NativeTest, FrozenWeightsGetNoGradient) {
   }
 }
 
-TEST(KernelsNames, AreParsed) {
-  EXPECT_EQ(parse_kernels("portable", torch::kCPU), Kernels::kPortable);
-  EXPECT_EQ(parse_kernels("auto", torch::kCUDA), Kernels::kPortable);
-  EXPECT_ERROR_SAYS(parse_kernels("fast", torch::kCPU), "one of auto, native, portable");
-  EXPECT_ERROR_SAYS(parse_kernels("native", torch::kCUDA), "AVX512-BF16");
+TEST_F(SimdStepTest, WhatAnEngineDoesNotComputeInIsPortable) {
+  const auto& shape = kShapes[1];
+  Model model(shape, torch::kHalf, 1);  // no engine of ours has it
+  const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
+  const auto expected = gradients(model, tokens, Engine::kPortable);
+  const auto actual = gradients(model, tokens, kEngine);
+  EXPECT_EQ(actual.loss, expected.loss);
+  EXPECT_EQ(error(actual, expected), 0);
 }
 
 }  // namespace

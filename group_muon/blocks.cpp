@@ -1,0 +1,83 @@
+#include "group_muon/blocks.h"
+
+#include <ATen/ATen.h>
+
+namespace group_muon {
+namespace {
+
+using at::Tensor;
+
+// A weight-shaped tensor as [matrices, rows, cols]: a view wherever its strides allow.
+Tensor as_matrices(const Tensor& tensor, const Weight& weight) {
+  const auto shape = shape_of(weight);
+  return tensor.reshape({shape.count, shape.rows, shape.cols});
+}
+
+Tensor slot_matrices(const Tensor& matrices, const Slot& slot) {
+  return matrices.narrow(0, slot.first_matrix, slot.matrices);
+}
+
+bool is_run(const std::vector<int64_t>& rows) {
+  for (size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + static_cast<int64_t>(i)) return false;
+  }
+  return true;
+}
+
+Tensor index_tensor(const std::vector<int64_t>& rows, at::Device device) {
+  return at::tensor(rows, at::kLong).to(device);
+}
+
+Tensor select_rows(const Tensor& matrices, const Slot& slot) {
+  const int64_t dim = 1 + slot.axis;
+  if (is_run(slot.rows)) {
+    return matrices.narrow(dim, slot.rows[0], static_cast<int64_t>(slot.rows.size()));
+  }
+  return matrices.index_select(dim, index_tensor(slot.rows, matrices.device()));
+}
+
+// matrices[rows] += factor · update
+void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, double factor) {
+  if (is_run(slot.rows)) {
+    select_rows(matrices, slot).add_(update, factor);
+  } else {
+    const Tensor index = index_tensor(slot.rows, matrices.device());
+    matrices.index_add_(1 + slot.axis, index, update.to(matrices.scalar_type()), factor);
+  }
+}
+
+// [matrices, segment rows, cols] ↔ [matrices, groups, block rows, cols], or the same on columns.
+Tensor split_groups(const Tensor& matrices, const Slot& slot) {
+  if (slot.axis == 0) return matrices.unflatten(1, {slot.groups, -1});
+  return matrices.unflatten(2, {slot.groups, -1}).permute({0, 2, 1, 3});
+}
+Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
+  if (slot.axis == 0) return blocks.flatten(1, 2);
+  return blocks.permute({0, 2, 1, 3}).flatten(2, 3);
+}
+
+}  // namespace
+
+Tensor as_lines(const Tensor& tensor, const Weight& weight) {
+  const Tensor matrices = as_matrices(tensor, weight);
+  return weight.layout.axis == Axis::kRows ? matrices : matrices.mT();
+}
+
+Tensor take_blocks(const Tensor& tensor, const Weight& weight, const Slot& slot) {
+  return split_groups(select_rows(slot_matrices(as_matrices(tensor, weight), slot), slot), slot);
+}
+
+void add_blocks(
+    const Tensor& tensor, const Weight& weight, const Slot& slot, const Tensor& blocks,
+    double factor) {
+  const Tensor matrices = as_matrices(tensor, weight);
+  add_rows(slot_matrices(matrices, slot), slot, merge_groups(blocks, slot), factor);
+  if (!matrices.is_alias_of(tensor)) tensor.copy_(matrices.view_as(tensor));
+}
+
+Tensor slot_of_bucket(const Tensor& bucket, const Slot& slot) {
+  const Tensor blocks = bucket.narrow(0, slot.first_block, slot.blocks());
+  return (slot.transpose ? blocks.mT() : blocks).unflatten(0, {-1, slot.groups});
+}
+
+}  // namespace group_muon

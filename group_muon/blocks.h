@@ -1,0 +1,25 @@
+#pragma once
+// Blocks of heads taken out of weight-shaped tensors, and put back.
+
+#include <ATen/core/Tensor.h>
+
+#include "group_muon/plan.h"
+
+namespace group_muon {
+
+/// A weight-shaped tensor as [matrices, lines, length of one]: lines are rows, or columns where heads lie along
+/// those.
+at::Tensor as_lines(const at::Tensor& tensor, const Weight& weight);
+
+/// A slot's blocks of a weight-shaped tensor: [matrices, groups, block rows, block cols]. A view where it can be.
+at::Tensor take_blocks(const at::Tensor& tensor, const Weight& weight, const Slot& slot);
+
+/// Adds factor · blocks to where they are in a weight-shaped tensor.
+void add_blocks(
+    const at::Tensor& tensor, const Weight& weight, const Slot& slot, const at::Tensor& blocks,
+    double factor);
+
+/// A slot's blocks of a bucket ([blocks, short, long]), in the shape of take_blocks(). A view.
+at::Tensor slot_of_bucket(const at::Tensor& bucket, const Slot& slot);
+
+}  // namespace group_muon

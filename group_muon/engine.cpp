@@ -1,0 +1,187 @@
+#include "group_muon/engine.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <limits>
+#include <utility>
+
+#include "group_muon/targets.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace group_muon {
+namespace {
+
+constexpr std::array<std::pair<Engine, std::string_view>, 6> kNames = {
+    {{Engine::kAuto, "auto"},
+     {Engine::kPortable, "portable"},
+     {Engine::kNeon, "neon"},
+     {Engine::kAvx2, "avx2"},
+     {Engine::kAvx512, "avx512"},
+     {Engine::kAvx512Bf16, "avx512_bf16"}}};
+
+// Whether the CPU has the instructions of an engine.
+bool cpu_has(Engine engine) {
+  switch (engine) {
+    case Engine::kPortable:
+      return true;
+#if defined(__x86_64__)
+    case Engine::kAvx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+    case Engine::kAvx512:
+      return cpu_has(Engine::kAvx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512dq");
+    case Engine::kAvx512Bf16:
+      return cpu_has(Engine::kAvx512) && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+    case Engine::kNeon:
+      return true;
+#endif
+    default:
+      return false;
+  }
+}
+
+// Whether the CPU multiplies tiles of bf16 (Intel's AMX).
+bool cpu_has_amx() {
+#if defined(__x86_64__)
+  constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24;  // leaf 7, EDX
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  return (d & kAmxBf16) != 0 && (d & kAmxTile) != 0;
+#else
+  return false;
+#endif
+}
+
+// Whether an Arm CPU multiplies bf16.
+bool cpu_has_arm_bf16() {
+#if defined(__aarch64__) && defined(__linux__)
+  return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#else
+  return false;
+#endif
+}
+
+// The best engine that GROUP_MUON_CPU allows; kAuto: any.
+Engine most_allowed() {
+  const char* name = std::getenv("GROUP_MUON_CPU");
+  return name == nullptr || *name == 0 ? Engine::kAuto : parse_engine(name);
+}
+
+bool is_restricted() { return most_allowed() != Engine::kAuto; }
+
+std::string list(const std::vector<Engine>& engines) {
+  std::string text;
+  for (const auto engine : engines) {
+    text.append(text.empty() ? "" : ", ").append(to_string(engine));
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string_view to_string(Engine engine) {
+  return std::find_if(
+             kNames.begin(), kNames.end(), [&](const auto& entry) { return entry.first == engine; })
+      ->second;
+}
+
+Engine parse_engine(std::string_view name) {
+  for (const auto& [engine, known] : kNames) {
+    if (name == known) return engine;
+  }
+  TORCH_CHECK_VALUE(
+      false, "group_muon: unknown engine '", name,
+      "': use auto, portable, neon, avx2, avx512 or avx512_bf16");
+}
+
+const std::vector<Engine>& engines_here() {
+  static const std::vector<Engine> engines = [] {
+    const Engine most = most_allowed();
+    std::vector<Engine> found = {Engine::kPortable};
+#define GROUP_MUON_ADD(target, engine)                                \
+  if (cpu_has(engine) && (most == Engine::kAuto || engine <= most)) { \
+    found.push_back(engine);                                          \
+  }
+    GROUP_MUON_FOR_TARGETS(GROUP_MUON_ADD)
+#undef GROUP_MUON_ADD
+    return found;
+  }();
+  return engines;
+}
+
+bool runs_here(Engine engine) {
+  const auto& all = engines_here();
+  return std::find(all.begin(), all.end(), engine) != all.end();
+}
+
+bool computes_in(Engine engine, c10::ScalarType precision) {
+  if (engine == Engine::kPortable) return true;
+  return precision == c10::kFloat || (precision == c10::kBFloat16 && engine == Engine::kAvx512Bf16);
+}
+
+bool has_bf16(const c10::Device& device) {
+  if (!device.is_cpu()) return true;
+  if (runs_here(Engine::kAvx512Bf16)) return true;
+  return !is_restricted() && (cpu_has_amx() || cpu_has_arm_bf16());
+}
+
+c10::ScalarType default_precision(Engine engine, const c10::Device& device) {
+  const bool engine_has = engine == Engine::kAuto || computes_in(engine, c10::kBFloat16);
+  return engine_has && has_bf16(device) ? c10::kBFloat16 : c10::kFloat;
+}
+
+double bf16_slowdown() {
+  static const double slowdown = [] {
+    constexpr int64_t kSize = 192;
+    const auto seconds = [](c10::ScalarType precision) {
+      const at::Tensor a = at::ones({kSize, kSize}, precision);
+      double best = std::numeric_limits<double>::infinity();
+      for (int i = 0; i < 3; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        at::mm(a, a);
+        const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+        best = std::min(best, passed.count());
+      }
+      return best;
+    };
+    return seconds(c10::kBFloat16) / seconds(c10::kFloat);
+  }();
+  return slowdown;
+}
+
+Engine default_engine(const c10::Device& device, c10::ScalarType precision) {
+  if (!device.is_cpu()) return Engine::kPortable;
+  if (precision == c10::kBFloat16 && !is_restricted() && cpu_has_amx()) return Engine::kPortable;
+  const Engine best = engines_here().back();
+  return computes_in(best, precision) ? best : Engine::kPortable;
+}
+
+Engine resolved_engine(Engine wanted, const c10::Device& device, c10::ScalarType precision) {
+  if (wanted == Engine::kAuto) return default_engine(device, precision);
+  if (wanted == Engine::kPortable) return wanted;
+  TORCH_CHECK_VALUE(
+      device.is_cpu(), "group_muon: engine ", to_string(wanted), " is for the CPU, not for ",
+      device, "; use auto or portable");
+  TORCH_CHECK_VALUE(
+      runs_here(wanted), "group_muon: engine ", to_string(wanted),
+      " does not run on this CPU; use auto or one of ", list(engines_here()));
+  TORCH_CHECK_VALUE(
+      computes_in(wanted, precision), "group_muon: engine ", to_string(wanted),
+      " does not compute in ", precision, "; use precision float32, or engine portable");
+  return wanted;
+}
+
+}  // namespace group_muon

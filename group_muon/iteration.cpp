@@ -1,0 +1,229 @@
+#include "group_muon/iteration.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <utility>
+
+namespace group_muon {
+namespace {
+
+constexpr Coefficients kConvergingTail{2.0, -1.5, 0.5};
+// However well conditioned: without X, errors of the small matrices are not noticed.
+constexpr size_t kLongestPhase = 3;
+constexpr double kPolarExpressMargin = 1.01;
+constexpr double kPolarExpressGramMargin = 1.05;
+
+const std::vector<Coefficients>& named_list(std::string_view name) {
+  static const std::vector<Coefficients> quintic = {{3.4445, -4.7750, 2.0315}};
+  static const std::vector<Coefficients> you = {
+      {4.0848, -6.8946, 2.9270},
+      {3.9505, -6.3029, 2.6377},
+      {3.7418, -5.5913, 2.3037},
+      {2.8769, -3.1427, 1.2046},
+      {2.8366, -3.0525, 1.2012}};
+  static const std::vector<Coefficients> polar_express = {
+      {8.28721201814563, -23.595886519098837, 17.300387312530933},
+      {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
+      {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
+      {3.3184196573706015, -2.488488024314874, 0.51004894012372},
+      {2.300652019954817, -1.6689039845747493, 0.4188073119525673}};
+  if (name == "quintic") return quintic;
+  if (name == "polar_express") return polar_express;
+  if (name == "you") return you;
+  TORCH_CHECK_VALUE(
+      false, "group_muon: unknown coefficients '", name,
+      "': use quintic, polar_express, you, or a list of (a, b, c)");
+}
+
+// The iteration for inputs a factor `margin` too large: p(x / margin).
+Coefficients with_margin(const Coefficients& k, double margin) {
+  return {k.a / margin, k.b / std::pow(margin, 3), k.c / std::pow(margin, 5)};
+}
+
+}  // namespace
+
+std::vector<Coefficients> coefficient_list(
+    std::string_view name, int64_t steps, int64_t tail_steps, Method method) {
+  TORCH_CHECK_VALUE(
+      steps >= 0 && tail_steps >= 0 && steps + tail_steps <= 100,
+      "group_muon: steps and tail_steps should be 0 or more, and 100 together at most, not ", steps,
+      " and ", tail_steps);
+  const auto& list = named_list(name);
+  const double margin = name != "polar_express" ? 1.0
+                        : may_be_gram(method)   ? kPolarExpressGramMargin
+                                                : kPolarExpressMargin;
+  std::vector<Coefficients> coefficients;
+  for (int64_t i = 0; i < steps; ++i) {
+    coefficients.push_back(with_margin(list[std::min<size_t>(i, list.size() - 1)], margin));
+  }
+  return with_tail(std::move(coefficients), tail_steps);
+}
+
+std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps) {
+  coefficients.insert(coefficients.end(), tail_steps, kConvergingTail);
+  return coefficients;
+}
+
+std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit) {
+  // The factor Q accumulated from one start to the next has eigenvalues q(x), x the singular values of
+  // X in [0, 1]. Follow a grid of them through all steps: products[i][k] is that of the first k factors.
+  constexpr int kGrid = 100;
+  const size_t total = coefficients.size();
+  std::vector<std::vector<double>> products;
+  for (int i = 0; i < kGrid; ++i) {
+    double x = std::pow(10, -4.0 * i / kGrid);
+    auto& product = products.emplace_back(total + 1, 1);
+    for (size_t step = 0; step < total; ++step) {
+      const auto& [a, b, c] = coefficients[step];
+      const double factor = a + b * x * x + c * std::pow(x, 4);
+      product[step + 1] = product[step] * std::abs(factor);
+      x *= factor;
+    }
+  }
+  const auto condition = [&](size_t begin, size_t end) {
+    if (end - begin > kLongestPhase) return std::numeric_limits<double>::infinity();
+    double smallest = std::numeric_limits<double>::infinity(), largest = 0;
+    for (const auto& product : products) {
+      smallest = std::min(smallest, product[end] / product[begin]);
+      largest = std::max(largest, product[end] / product[begin]);
+    }
+    return largest / smallest;
+  };
+  // For the first k steps: the restarts with the smallest worst condition, among those with that the smallest sum.
+  struct Choice {
+    double worst = 0;
+    double sum = 0;
+    std::vector<int64_t> restarts = {};
+  };
+  std::vector<Choice> choices(total + 1);
+  for (size_t end = 1; end <= total; ++end) {
+    const double only = condition(0, end);
+    choices[end] = {only, only};
+  }
+  // Allow one restart more, until that is enough or does not help.
+  for (size_t count = 1; count < total && choices[total].worst > limit; ++count) {
+    auto better = choices;
+    for (size_t begin = 1; begin < total; ++begin) {
+      for (size_t end = begin + 1; end <= total; ++end) {
+        const double last = condition(begin, end);
+        const double worst = std::max(choices[begin].worst, last), sum = choices[begin].sum + last;
+        if (std::tie(worst, sum) >= std::tie(better[end].worst, better[end].sum)) continue;
+        better[end] = {worst, sum, choices[begin].restarts};
+        better[end].restarts.push_back(static_cast<int64_t>(begin));
+      }
+    }
+    if (better[total].worst == choices[total].worst && std::isfinite(better[total].worst)) break;
+    choices = std::move(better);
+  }
+  return choices[total].restarts;
+}
+
+c10::ScalarType svd_precision(c10::ScalarType precision) {
+  return precision == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+double default_rank_tolerance(c10::ScalarType data, c10::ScalarType precision, int64_t long_side) {
+  const auto epsilon = [](c10::ScalarType type) {
+    switch (type) {
+      case c10::kDouble:
+        return std::numeric_limits<double>::epsilon();
+      case c10::kBFloat16:
+        return static_cast<double>(std::numeric_limits<c10::BFloat16>::epsilon());
+      case c10::kHalf:
+        return static_cast<double>(std::numeric_limits<c10::Half>::epsilon());
+      default:
+        return static_cast<double>(std::numeric_limits<float>::epsilon());
+    }
+  };
+  return std::max(
+      static_cast<double>(long_side) * epsilon(svd_precision(precision)), epsilon(data));
+}
+
+OrthogonalizeOptions with_rank_tolerance(
+    OrthogonalizeOptions options, c10::ScalarType data, int64_t long_side) {
+  if (options.rank_tolerance == 0) {
+    options.rank_tolerance = default_rank_tolerance(data, options.precision, long_side);
+  }
+  return options;
+}
+
+Method parse_method(std::string_view name) {
+  if (name == "auto") return Method::kAuto;
+  if (name == "newton_schulz") return Method::kNewtonSchulz;
+  if (name == "gram") return Method::kGram;
+  if (name == "accurate_gram") return Method::kAccurateGram;
+  if (name == "exact") return Method::kExact;
+  TORCH_CHECK_VALUE(
+      false, "group_muon: unknown method '", name,
+      "': use auto, newton_schulz, gram, accurate_gram or exact");
+}
+
+c10::ScalarType parse_precision(std::string_view name) {
+  if (name == "auto") return kAutoPrecision;
+  if (name == "bfloat16") return c10::kBFloat16;
+  if (name == "float32") return c10::kFloat;
+  if (name == "float64") return c10::kDouble;
+  TORCH_CHECK_VALUE(
+      false, "group_muon: unknown precision '", name, "': use auto, bfloat16, float32 or float64");
+}
+
+std::string_view precision_name(c10::ScalarType precision) {
+  if (precision == kAutoPrecision) return "auto";
+  return precision == c10::kBFloat16 ? "bfloat16"
+         : precision == c10::kFloat  ? "float32"
+                                     : "float64";
+}
+
+void check(const OrthogonalizeOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.precision == kAutoPrecision || options.precision == c10::kBFloat16 ||
+          options.precision == c10::kFloat || options.precision == c10::kDouble,
+      "group_muon: precision should be auto, bfloat16, float32 or float64, not ",
+      options.precision);
+  TORCH_CHECK_VALUE(options.eps >= 0, "group_muon: eps should be 0 or more, not ", options.eps);
+  TORCH_CHECK_VALUE(
+      options.rank_tolerance >= 0 && options.rank_tolerance < 1,
+      "group_muon: rank_tolerance should be in [0, 1), not ", options.rank_tolerance);
+  TORCH_CHECK_VALUE(
+      options.method == Method::kExact || !options.coefficients.empty(),
+      "group_muon: an iteration needs at least one step");
+  TORCH_CHECK_VALUE(
+      options.restarts.empty() || may_be_gram(options.method),
+      "group_muon: restarts are for the methods gram, accurate_gram and auto only");
+  int64_t previous = 0;
+  for (const auto restart : options.restarts) {
+    TORCH_CHECK_VALUE(
+        restart > previous && restart < static_cast<int64_t>(options.coefficients.size()),
+        "group_muon: restarts should rise and lie between 1 and ", options.coefficients.size() - 1,
+        " for ", options.coefficients.size(), " steps, but one is ", restart);
+    previous = restart;
+  }
+}
+
+OrthogonalizeOptions resolved(OrthogonalizeOptions options, const c10::Device& device) {
+  if (options.precision == kAutoPrecision) {
+    options.precision = default_precision(options.engine, device);
+  }
+  const bool can_choose = may_be_gram(options.method) && options.precision != c10::kDouble;
+  options.engine =
+      can_choose ? resolved_engine(options.engine, device, options.precision) : Engine::kPortable;
+  if (options.precision == c10::kBFloat16 && !has_bf16(device) &&
+      options.method != Method::kExact) {
+    TORCH_WARN_ONCE(
+        "group_muon: this CPU has no bfloat16 in hardware: products in it take about ",
+        std::max(1, static_cast<int>(std::lround(bf16_slowdown()))),
+        " times as long as in float32 here. Use precision = \"float32\" if you can");
+  }
+  if (options.method == Method::kAuto) {
+    options.method = options.engine == Engine::kPortable ? Method::kNewtonSchulz : Method::kGram;
+  }
+  return options;
+}
+
+}  // namespace group_muon

@@ -1,0 +1,32 @@
+#pragma once
+// What an engine knows about passes: how one row is done.
+
+#include "group_muon/passes.h"
+#include "group_muon/targets.h"
+
+namespace group_muon {
+
+template <typename T>
+struct PassKernels {
+  /// Returns the sum of the squares.
+  double (*momentum_row)(
+      int64_t cols, const MomentumRule& rule, const float* grad, float* momentum,
+      T* block) = nullptr;
+  void (*update_row)(int64_t cols, float decay, float step, const T* block, float* weight) =
+      nullptr;
+};
+
+#define GROUP_MUON_DECLARE(target, engine)      \
+  namespace target {                            \
+  extern const PassKernels<float> kFloatPasses; \
+  }
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE)
+#undef GROUP_MUON_DECLARE
+#define GROUP_MUON_DECLARE(target, engine)             \
+  namespace target {                                   \
+  extern const PassKernels<c10::BFloat16> kBf16Passes; \
+  }
+GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_DECLARE)
+#undef GROUP_MUON_DECLARE
+
+}  // namespace group_muon

@@ -1,0 +1,349 @@
+#include "group_muon/products_kernel.h"
+
+#include <algorithm>
+
+#include "group_muon/simd.h"
+
+namespace group_muon::GROUP_MUON_TARGET {
+namespace {
+
+// A tile of `out` is kTileRows × kPanel. Its sums fill most of the registers, a few hold one row of B's panel, and
+// entries of A are broadcast from memory.
+#if defined(GROUP_MUON_TARGET_16_REGISTERS)
+constexpr int64_t kTileRows = 6, kVectors = 2;
+#else
+constexpr int64_t kTileRows = 8, kVectors = 3;
+#endif
+constexpr int64_t kPanel = kLanes * kVectors;
+// A vector may hold the entries of two tiles.
+constexpr int64_t kTilesAtOnce = kLanes == 2 * kTileRows ? 2 : 1;
+
+// A panel of this depth and A's rows beside it stay in the first caches. Sums that end in bf16 are made in one go.
+constexpr int64_t kFloatDepth = 512;
+constexpr int64_t kAnyDepth = int64_t{1} << 40;
+
+template <typename In>
+constexpr int64_t kInEntry = sizeof(float) / sizeof(In);
+
+template <typename In>
+MatrixView<const In> rows_of(const MatrixView<const In>& m, Span rows) {
+  return {m.data + rows.begin * m.stride, rows.size(), m.cols, m.stride};
+}
+template <typename In>
+MatrixView<const In> cols_of(const MatrixView<const In>& m, Span cols) {
+  return {m.data + cols.begin, m.rows, cols.size(), m.stride};
+}
+
+// Entries {M[k][j], M[k+1][j]} (or M[k][j] alone) of the columns j from `at` on; zeros beyond the edges.
+Vec entries_of_columns(const MatrixView<const float>& m, int64_t k, int64_t at) {
+  return load(m.data + k * m.stride + at, m.cols - at);
+}
+// Entries of one row from element k on.
+Vec entries_of_row(const MatrixView<const float>& m, int64_t row, int64_t k) {
+  return load(m.data + row * m.stride + k, m.cols - k);
+}
+template <typename In>
+Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
+  return at::vec::fmadd(a, b, sum);
+}
+
+#ifdef GROUP_MUON_TARGET_BF16
+
+Vec entries_of_columns(const MatrixView<const BFloat16>& m, int64_t k, int64_t at) {
+  const __mmask16 lanes = first_lanes(m.cols - at);
+  const auto* even = m.data + k * m.stride + at;
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, even));
+  if (k + 1 >= m.rows) return Vec(_mm512_castsi512_ps(low));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, even + m.stride));
+  return Vec(_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16))));
+}
+Vec entries_of_row(const MatrixView<const BFloat16>& m, int64_t row, int64_t k) {
+  const int64_t left = m.cols - k;
+  const auto lanes = static_cast<__mmask32>(left >= 32 ? 0xffffffffU : (1U << left) - 1);
+  return Vec(_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(lanes, m.data + row * m.stride + k)));
+}
+template <>
+[[maybe_unused]] Vec multiply_add<BFloat16>(const Vec& a, const Vec& b, const Vec& sum) {
+  return Vec(_mm512_dpbf16_ps(
+      static_cast<__m512>(sum), (__m512bh) static_cast<__m512>(a),
+      (__m512bh) static_cast<__m512>(b)));
+}
+
+#endif
+
+// How many vectors of a panel have columns of `out`.
+int64_t vectors_in(int64_t cols, int64_t panel) {
+  return std::min(kVectors, (cols - panel * kPanel + kLanes - 1) / kLanes);
+}
+
+template <typename In>
+void pack_panel(const MatrixView<const In>& b, int64_t column, int64_t vectors, float* packed) {
+  for (int64_t k = 0; k < b.rows; k += kInEntry<In>, packed += kPanel) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      entries_of_columns(b, k, column + kLanes * v).store(packed + kLanes * v);
+    }
+  }
+}
+
+// The same from Bᵀ.
+template <typename In>
+void pack_panel_transposed(
+    const MatrixView<const In>& bt, int64_t column, int64_t vectors, float* packed) {
+  const int64_t depth = entries<In>(bt.cols);
+  for (int64_t v = 0; v < vectors; ++v) {
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      Vec rows[kLanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t row = column + kLanes * v + i;
+        rows[i] = row < bt.rows ? entries_of_row(bt, row, k * kInEntry<In>) : Vec(0.0F);
+      }
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        if (k + i < depth) rows[i].store(packed + (k + i) * kPanel + kLanes * v);
+      }
+    }
+  }
+}
+
+template <typename In, typename Out>
+void pack_right(const Product<In, Out>& product, Span k, int64_t panel, float* packed) {
+  const int64_t vectors = vectors_in(product.out.cols, panel);
+  if (product.transpose_b) {
+    pack_panel_transposed(cols_of(product.b, k), panel * kPanel, vectors, packed);
+  } else {
+    pack_panel(rows_of(product.b, k), panel * kPanel, vectors, packed);
+  }
+}
+
+// Tiles of A, which is given as it is.
+template <typename In>
+void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
+  const int64_t depth = entries<In>(a.cols);
+  for (int64_t tile = tiles.begin; tile < tiles.end; ++tile, packed += depth * kTileRows) {
+    for (int64_t j = 0; j < kTileRows; j += kLanes) {
+      const int64_t lanes = std::min(kLanes, kTileRows - j);
+      for (int64_t k = 0; k < depth; k += kLanes) {
+        Vec rows[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const int64_t row = tile * kTileRows + j + i;
+          const bool there = i < lanes && row < a.rows;
+          rows[i] = there ? entries_of_row(a, row, k * kInEntry<In>) : Vec(0.0F);
+        }
+        transpose(rows);
+        const int64_t count = std::min<int64_t>(kLanes, depth - k);
+        for (int64_t i = 0; i < count; ++i) store(packed + (k + i) * kTileRows + j, lanes, rows[i]);
+      }
+    }
+  }
+}
+
+template <typename In, typename Out>
+void pack_left(const Product<In, Out>& product, Span k, Span tiles, float* packed) {
+  if (!product.transpose_a) return pack_tiles(cols_of(product.a, k), tiles, packed);
+  const auto at = rows_of(product.a, k);
+  const int64_t size = entries<In>(k.size()) * kTileRows;
+  for (int64_t tile = tiles.begin; tile < tiles.end; tile += kTilesAtOnce) {
+    const bool both = kTilesAtOnce == 2 && tile + 1 < tiles.end;
+    float* to = packed + (tile - tiles.begin) * size;
+    for (int64_t i = 0; i < at.rows; i += kInEntry<In>, to += kTileRows) {
+      for (int64_t j = 0; j < kTileRows; j += kLanes) {
+        float lanes[kLanes];
+        entries_of_columns(at, i, tile * kTileRows + j).store(lanes);
+        std::copy_n(lanes, std::min(kLanes, kTileRows - j), to + j);
+        if (both) std::copy_n(lanes + kLanes - kTileRows, kTileRows, to + size);
+      }
+    }
+  }
+}
+
+// A's rows of a tile: entry k of row i is at `data` + i·row_step + k·step.
+template <typename In>
+struct TileOfA {
+  const In* data = nullptr;
+  int64_t row_step = 0;
+  int64_t step = 0;
+  int64_t whole = 0;  // entries
+  bool half = false;  // … and one more that stops in the middle
+};
+
+// `Rows` rows from `row` on, the first `Vectors` vectors of the panel at `column`.
+template <int64_t Rows, int64_t Vectors, typename In, typename Out>
+void compute_tile(
+    const Product<In, Out>& product, const TileOfA<In>& a, bool first, int64_t row, int64_t column,
+    const float* panel) {
+  Vec sums[Rows][Vectors];
+  for (auto& sum : sums) {
+    for (auto& part : sum) part = Vec(0.0F);
+  }
+  const auto add = [&](int64_t k, int64_t bytes) {
+    Vec parts[Vectors];
+    for (int64_t v = 0; v < Vectors; ++v) parts[v] = Vec::loadu(panel + k * kPanel + kLanes * v);
+    for (int64_t i = 0; i < Rows; ++i) {
+      const Vec left = broadcast(a.data + i * a.row_step + k * a.step, bytes);
+      for (int64_t v = 0; v < Vectors; ++v) {
+        sums[i][v] = multiply_add<In>(left, parts[v], sums[i][v]);
+      }
+    }
+  };
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < a.whole; ++k) add(k, sizeof(float));
+  if (a.half) add(a.whole, sizeof(In));
+  // Later stretches of k are added to what is there.
+  const Out* d = first ? product.d : product.out.data;
+  const Vec alpha(product.alpha), beta(first ? product.beta : 1);
+  const int64_t cols = product.out.cols - column;
+  const bool whole = cols >= kLanes * Vectors;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < Rows; ++i) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < Vectors; ++v) {
+      const int64_t count = whole ? kLanes : cols - kLanes * v;
+      const int64_t offset = (row + i) * product.out.stride + column + kLanes * v;
+      Vec value = sums[i][v] * alpha;
+      if (d != nullptr) value = at::vec::fmadd(load(d + offset, count), beta, value);
+      store(product.out.data + offset, count, value);
+    }
+  }
+}
+
+template <int64_t Rows, typename In, typename Out>
+void compute_tile(
+    const Product<In, Out>& product, const TileOfA<In>& a, bool first, int64_t row, int64_t panel,
+    const float* packed) {
+  const int64_t vectors = vectors_in(product.out.cols, panel), column = panel * kPanel;
+  if (vectors == 1) {
+    compute_tile<Rows, 1>(product, a, first, row, column, packed);
+  } else if (vectors == 2) {
+    compute_tile<Rows, 2>(product, a, first, row, column, packed);
+  } else {
+    compute_tile<Rows, kVectors>(product, a, first, row, column, packed);
+  }
+}
+
+template <typename In, typename Out>
+void compute(
+    const Product<In, Out>& product, Span k, Span rows, Span panels, const float* left,
+    const float* right, bool upper) {
+  const int64_t depth = entries<In>(k.size());
+  TileOfA<In> a;
+  a.row_step = left == nullptr ? product.a.stride : kInEntry<In>;
+  a.step = left == nullptr ? kInEntry<In> : kInEntry<In> * kTileRows;
+  a.half = left == nullptr && k.size() % kInEntry<In> != 0;
+  a.whole = a.half ? depth - 1 : depth;
+  for (int64_t row = rows.begin; row < rows.end;) {
+    const int64_t there = rows.end - row, in_tile = (row - rows.begin) % kTileRows;
+    const int64_t count = there >= kTileRows && in_tile == 0 ? kTileRows
+                          : there >= 4                       ? 4
+                          : there >= 2                       ? 2
+                                                             : 1;
+    if (left == nullptr) {
+      a.data = product.a.data + row * product.a.stride + k.begin;
+    } else {
+      const float* tile = left + (row - rows.begin - in_tile) * depth;
+      a.data = reinterpret_cast<const In*>(tile + in_tile);
+    }
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      if (upper && row >= (panel + 1) * kPanel) continue;
+      const float* packed = right + (panel - panels.begin) * depth * kPanel;
+      const bool first = k.begin == 0;
+      if (count == kTileRows) {
+        compute_tile<kTileRows>(product, a, first, row, panel, packed);
+      } else if (count == 4) {
+        compute_tile<4>(product, a, first, row, panel, packed);
+      } else if (count == 2) {
+        compute_tile<2>(product, a, first, row, panel, packed);
+      } else {
+        compute_tile<1>(product, a, first, row, panel, packed);
+      }
+    }
+    row += count;
+  }
+}
+
+void mirror(const MatrixView<float>& out, int64_t panel) {
+  const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, out.cols);
+  for (int64_t at = begin; at < end; at += kLanes) {
+    const int64_t cols = std::min(kLanes, end - at);
+    for (int64_t row = 0; row < at; row += kLanes) {  // `at` is a multiple of kLanes: no row is cut
+      Vec tile[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        tile[i] = load(out.data + (row + i) * out.stride + at, cols);
+      }
+      transpose(tile);
+      for (int64_t i = 0; i < cols; ++i) tile[i].store(out.data + (at + i) * out.stride + row);
+    }
+    for (int64_t j = at; j < at + cols; ++j) {
+      for (int64_t i = at; i < j; ++i) {
+        out.data[j * out.stride + i] = out.data[i * out.stride + j];
+      }
+    }
+  }
+}
+
+#ifdef GROUP_MUON_TARGET_BF16
+
+void mirror(const MatrixView<BFloat16>& out, int64_t panel) {
+  const int64_t column = panel * kPanel, last = std::min(column + kPanel, out.cols);
+  int64_t row = 0;
+  for (; row + 8 <= column; row += 8) {  // 8 × 8 at a time
+    for (int64_t at = column; at + 8 <= last; at += 8) {
+      __m128i r[8], t[8];
+      for (int64_t i = 0; i < 8; ++i) {
+        r[i] = _mm_loadu_si128(
+            reinterpret_cast<const __m128i*>(out.data + (row + i) * out.stride + at));
+      }
+      for (int64_t i = 0; i < 4; ++i) {
+        t[2 * i] = _mm_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+      }
+      for (int64_t i = 0; i < 2; ++i) {
+        r[4 * i] = _mm_unpacklo_epi32(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm_unpackhi_epi32(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm_unpacklo_epi32(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm_unpackhi_epi32(t[4 * i + 1], t[4 * i + 3]);
+      }
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto put = [&](int64_t j, __m128i value) {
+          _mm_storeu_si128(
+              reinterpret_cast<__m128i*>(out.data + (at + j) * out.stride + row), value);
+        };
+        put(2 * i, _mm_unpacklo_epi64(r[i], r[i + 4]));
+        put(2 * i + 1, _mm_unpackhi_epi64(r[i], r[i + 4]));
+      }
+    }
+  }
+  // The rest one by one: the diagonal block, and edges that are no multiple of eight.
+  const int64_t whole_rows = row, whole_end = column + (last - column) / 8 * 8;
+  for (int64_t at = column; at < last; ++at) {
+    for (int64_t i = at < whole_end ? whole_rows : 0; i < at; ++i) {
+      out.data[at * out.stride + i] = out.data[i * out.stride + at];
+    }
+  }
+}
+
+#endif
+
+template <typename In, typename Out>
+constexpr ProductKernels<In, Out> table(int64_t depth) {
+  return {
+      kTileRows,
+      kPanel,
+      depth,
+      pack_right<In, Out>,
+      pack_left<In, Out>,
+      compute<In, Out>,
+      [](const MatrixView<Out>& out, int64_t panel) { mirror(out, panel); }};
+}
+
+}  // namespace
+
+const ProductKernels<float, float> kFloatProducts = table<float, float>(kFloatDepth);
+
+#ifdef GROUP_MUON_TARGET_BF16
+const ProductKernels<BFloat16, BFloat16> kBf16Products = table<BFloat16, BFloat16>(kAnyDepth);
+const ProductKernels<BFloat16, float> kBf16ToFloatProducts = table<BFloat16, float>(kAnyDepth);
+#endif
+
+}  // namespace group_muon::GROUP_MUON_TARGET

@@ -1,7 +1,8 @@
 """Forward and backward of the GPT (no optimizer) beside the same model in PyTorch, eager and
-compiled, all with bf16 products. Contenders take turns, step by step; the best step of each counts.
+compiled, all with products of one precision. Contenders take turns, step by step; the best step of
+each counts.
 
-training_step.py PROGRAM [--models gpt2-small 6x384 4x192] [--kernels native portable]
+training_step.py PROGRAM [--models gpt2-small 6x384 4x192] [--precision bf16] [--engines auto]
                  [--attention sdpa plain] [--threads 2] [--two-processes] [--default-malloc]
                  [--repeats 10] [--warmup 3] [--patience 0] [--json FILE]
 
@@ -36,6 +37,7 @@ PAUSE = 0.1
 # What the program sets by mallopt; else PyTorch's large tensors are fresh pages at every step.
 KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647"
 GEMM_SIZE = 2048
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclasses.dataclass
@@ -76,8 +78,8 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def plain_attention(context: int) -> Callable[..., torch.Tensor]:
-    mask = torch.full((context, context), -math.inf, dtype=torch.bfloat16).triu(1)
+def plain_attention(context: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    mask = torch.full((context, context), -math.inf, dtype=dtype).triu(1)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scale = 1 / math.sqrt(q.size(-1))
@@ -144,14 +146,14 @@ def resident_bytes(key: str) -> int:
     return 1024 * int(status.split(f"{key}:")[1].split()[0])
 
 
-def serve(kind: str, attention: str, shape: Shape) -> None:
+def serve(kind: str, attention: str, shape: Shape, dtype: torch.dtype) -> None:
     """Answers commands until the input ends."""
-    attend = sdpa if attention == "sdpa" else plain_attention(shape.context)
+    attend = sdpa if attention == "sdpa" else plain_attention(shape.context, dtype)
     model = nn.Module() if kind == "gemm" else Gpt(shape, attend)
     forward = torch.compile(model, fullgraph=True) if kind == "compile" else model
     if kind == "compile":
         torch.compile(torch.sin)(torch.ones(1))  # the compiler itself is not a step's memory
-    square = torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16()
+    square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
     size, generator = (shape.batch, shape.context + 1), torch.Generator().manual_seed(1)
     rows = torch.randint(shape.vocabulary, size, generator=generator)
     base = resident_bytes("VmRSS")
@@ -160,7 +162,7 @@ def serve(kind: str, attention: str, shape: Shape) -> None:
         if kind == "gemm":
             return (square @ square)[0, 0].item()
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = forward(rows[:, :-1], rows[:, 1:])
         loss.backward()
         return loss.item()
@@ -182,13 +184,14 @@ def child() -> None:
     parser.add_argument("--child", choices=["eager", "compile", "gemm"])
     parser.add_argument("--attention", choices=["sdpa", "plain"])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--precision", choices=DTYPES)
     names = [field.name for field in dataclasses.fields(Shape)]
     for name in names:
         parser.add_argument(f"--{name}", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     shape = Shape(*(getattr(arguments, name) for name in names))
-    serve(arguments.child, arguments.attention, shape)
+    serve(arguments.child, arguments.attention, shape, DTYPES[arguments.precision])
 
 
 # The driver.
@@ -258,10 +261,10 @@ def check_agreement(contenders: list[Contender]) -> None:
 def commands(shape: Shape, threads: int, arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Of all contenders, by name; the large product comes last."""
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(shape).items()]
-    flags.append(f"--threads={threads}")
+    flags += [f"--threads={threads}", f"--precision={arguments.precision}"]
     result = {
-        f"Group Muon, {kernels}": [arguments.program, *flags, f"--kernels={kernels}"]
-        for kernels in arguments.kernels
+        f"Group Muon, {engine}": [arguments.program, *flags, f"--engine={engine}"]
+        for engine in arguments.engines
     }
     own = [sys.executable, __file__, *flags, "--child"]
     for kind in "eager", "compile":
@@ -359,7 +362,8 @@ def main() -> None:
     )
     parser.add_argument("program", help="training_step.cpp, built")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--kernels", nargs="+", choices=["native", "portable"], default=["native"])
+    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of products")
+    parser.add_argument("--engines", nargs="+", default=["auto"], help="of Group Muon")
     ways = ["sdpa", "plain"]
     parser.add_argument("--attention", nargs="+", choices=ways, default=ways, help="of PyTorch")
     parser.add_argument("--threads", type=int, default=2)
@@ -376,7 +380,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     way = "two processes of 1 thread" if arguments.two_processes else f"{arguments.threads} threads"
-    print(f"Forward and backward, bf16 products, {way}, best of {arguments.repeats}; {machine()}\n")
+    print(
+        f"Forward and backward, {arguments.precision} products, {way}, best of {arguments.repeats}; {machine()}\n"
+    )
     print("| model | | tokens/s | GF/s | of GEMM peak | × eager | × compiled | MB above base |")
     print("|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
     results = []

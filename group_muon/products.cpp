@@ -148,10 +148,12 @@ struct Work {
     }
   }
 
-  // Whether A's rows, read where they are, would leave the cache between one group of panels and the next.
+  // Whether A should be packed: its rows would leave the cache between one group of panels and the next, and there are
+  // enough panels for that to pay. Rows that lie a multiple of 4 KB apart crowd each other out of the cache sooner.
   bool is_large() const {
-    constexpr int64_t kLargest = 1 << 19;
-    return std::is_same_v<In, float> && panels() > 2 * group() && rows() * longest() > kLargest;
+    constexpr int64_t kLargest = 1 << 19, kManyPanels = 24, kCrowded = 1024, kSomePanels = 8;
+    if (!std::is_same_v<In, float> || rows() * longest() <= kLargest) return false;
+    return panels() >= (product.a.stride % kCrowded == 0 ? kSomePanels : kManyPanels);
   }
 
   // Each thread packs strips of A that stay in its cache, B is packed once.
@@ -163,10 +165,10 @@ struct Work {
       float* right = right_memory(panels() * size);
       run(panels(),
           [&](int64_t panel) { kernels.pack_right(product, k(j), panel, right + panel * size); });
-      // Small enough that every thread gets some.
-      const int64_t strip = std::clamp<int64_t>(
-          std::min(kStripEntries / std::max<int64_t>(1, tile), tiles() / (4 * threads)), 1,
-          tiles());
+      // As many strips for each thread.
+      const int64_t largest = std::max<int64_t>(1, kStripEntries / std::max<int64_t>(1, tile));
+      const int64_t strips = parts(parts(tiles(), largest), threads) * threads;
+      const int64_t strip = parts(tiles(), strips);
       const int64_t group_size = group();
       run(parts(tiles(), strip), [&](int64_t i) {
         const Span span = stretch(i, strip, tiles());

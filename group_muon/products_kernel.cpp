@@ -1,6 +1,7 @@
 #include "group_muon/products_kernel.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "group_muon/simd.h"
 
@@ -15,8 +16,6 @@ constexpr int64_t kTileRows = 6, kVectors = 2;
 constexpr int64_t kTileRows = 8, kVectors = 3;
 #endif
 constexpr int64_t kPanel = kLanes * kVectors;
-// A vector may hold the entries of two tiles.
-constexpr int64_t kTilesAtOnce = kLanes == 2 * kTileRows ? 2 : 1;
 
 // A panel of this depth and A's rows beside it stay in the first caches. Sums that end in bf16 are made in one go.
 constexpr int64_t kFloatDepth = 512;
@@ -126,35 +125,73 @@ void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
       const int64_t lanes = std::min(kLanes, kTileRows - j);
       for (int64_t k = 0; k < depth; k += kLanes) {
         Vec rows[kLanes];
+#pragma GCC unroll 16
         for (int64_t i = 0; i < kLanes; ++i) {
           const int64_t row = tile * kTileRows + j + i;
           const bool there = i < lanes && row < a.rows;
           rows[i] = there ? entries_of_row(a, row, k * kInEntry<In>) : Vec(0.0F);
         }
         transpose(rows);
-        const int64_t count = std::min<int64_t>(kLanes, depth - k);
-        for (int64_t i = 0; i < count; ++i) store(packed + (k + i) * kTileRows + j, lanes, rows[i]);
+        // What a whole vector writes too much is overwritten by the next entry; the last one has none.
+        for (int64_t i = 0; i < kLanes && k + i + 1 < depth; ++i) {
+          rows[i].store(packed + (k + i) * kTileRows + j);
+        }
+        if (depth - k <= kLanes) {
+          store(packed + (depth - 1) * kTileRows + j, lanes, rows[depth - 1 - k]);
+        }
       }
     }
   }
 }
 
-template <typename In, typename Out>
-void pack_left(const Product<In, Out>& product, Span k, Span tiles, float* packed) {
-  if (!product.transpose_a) return pack_tiles(cols_of(product.a, k), tiles, packed);
-  const auto at = rows_of(product.a, k);
-  const int64_t size = entries<In>(k.size()) * kTileRows;
-  for (int64_t tile = tiles.begin; tile < tiles.end; tile += kTilesAtOnce) {
-    const bool both = kTilesAtOnce == 2 && tile + 1 < tiles.end;
-    float* to = packed + (tile - tiles.begin) * size;
-    for (int64_t i = 0; i < at.rows; i += kInEntry<In>, to += kTileRows) {
-      for (int64_t j = 0; j < kTileRows; j += kLanes) {
-        float lanes[kLanes];
-        entries_of_columns(at, i, tile * kTileRows + j).store(lanes);
-        std::copy_n(lanes, std::min(kLanes, kTileRows - j), to + j);
-        if (both) std::copy_n(lanes + kLanes - kTileRows, kTileRows, to + size);
+// Tiles of Aᵀ, several at a time, so that whole cache lines of a row are used.
+void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float* packed) {
+  constexpr int64_t kTogether = 12;
+  const int64_t size = at.rows * kTileRows;
+  for (int64_t first = tiles.begin; first < tiles.end; first += kTogether) {
+    const int64_t last = std::min(first + kTogether, tiles.end);
+    float* to = packed + (first - tiles.begin) * size;
+    for (int64_t k = 0; k < at.rows; ++k, to += kTileRows) {
+      const float* row = at.data + k * at.stride;
+      for (int64_t tile = first; tile < last; ++tile) {
+        float* entries = to + (tile - first) * size;
+        const int64_t begin = tile * kTileRows, left = at.cols - begin;
+        if (left >= kTileRows) {
+          std::memcpy(entries, row + begin, kTileRows * sizeof(float));
+        } else {
+          for (int64_t i = 0; i < kTileRows; ++i) entries[i] = i < left ? row[begin + i] : 0;
+        }
       }
     }
+  }
+}
+
+#ifdef GROUP_MUON_TARGET_BF16
+
+// A vector holds the entries of two tiles.
+void pack_tiles_transposed(const MatrixView<const BFloat16>& at, Span tiles, float* packed) {
+  static_assert(kLanes == 2 * kTileRows);
+  const int64_t size = entries<BFloat16>(at.rows) * kTileRows;
+  for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
+    const bool both = tile + 1 < tiles.end;
+    float* to = packed + (tile - tiles.begin) * size;
+    for (int64_t k = 0; k < at.rows; k += kInEntry<BFloat16>, to += kTileRows) {
+      float lanes[kLanes];
+      entries_of_columns(at, k, tile * kTileRows).store(lanes);
+      std::copy_n(lanes, kTileRows, to);
+      if (both) std::copy_n(lanes + kTileRows, kTileRows, to + size);
+    }
+  }
+}
+
+#endif
+
+template <typename In, typename Out>
+void pack_left(const Product<In, Out>& product, Span k, Span tiles, float* packed) {
+  if (product.transpose_a) {
+    pack_tiles_transposed(rows_of(product.a, k), tiles, packed);
+  } else {
+    pack_tiles(cols_of(product.a, k), tiles, packed);
   }
 }
 

@@ -16,7 +16,7 @@ import group_muon
 
 # Three ways to evaluate the same polynomial.
 MODES = {
-    "plain": dict(method="newton_schulz", precision="bfloat16"),
+    "plain": dict(method="newton_schulz"),
     "fast": dict(method="gram"),
     "accurate": dict(method="accurate_gram"),
 }

@@ -87,9 +87,9 @@ def rounds(contenders: list[Contender], repeats: int, budget: float = math.inf) 
     note(" " * 80, end="\r")
 
 
-def gemm_peak(size: int = 2048) -> float:
-    """bf16 flops a second of a square product."""
-    a = torch.randn(size, size).bfloat16()
+def gemm_peak(dtype: torch.dtype, size: int = 2048) -> float:
+    """Flops a second of a square product."""
+    a = torch.randn(size, size).to(dtype)
     return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(5))
 
 

@@ -51,8 +51,9 @@ WIDTH = HEADS * HEAD_DIM
 
 def measured(contenders: list[Contender], arguments: argparse.Namespace) -> float:
     """Lets the contenders take turns; returns the GEMM peak between their rounds."""
-    peak = max(gemm_peak() for _ in rounds(contenders, arguments.repeats))
-    print(f"bf16 GEMM peak in this run: {peak / 1e9:.0f} GF/s\n")
+    dtype = group_muon.orthogonalize(torch.eye(2)).dtype  # what "auto" comes to here
+    peak = max(gemm_peak(dtype) for _ in rounds(contenders, arguments.repeats))
+    print(f"GEMM peak in this run, {dtype}: {peak / 1e9:.0f} GF/s\n")
     return peak
 
 

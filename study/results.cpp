@@ -149,21 +149,43 @@ void add_diagnostics(
   }
 }
 
-void note_mixture(const std::string& key, const std::set<std::string>& found, Results& results) {
+// Runs by what they have in one respect.
+using Mixture = std::map<std::string, std::set<std::string>>;
+
+// "avx512_bf16 (31 runs), avx2 (packed/seed-0, packed/seed-1)": those of the most common value are only counted.
+void note_mixture(const std::string& key, const Mixture& found, Results& results) {
+  constexpr size_t kNamed = 5;
   if (found.size() < 2) return;
+  const auto common = std::max_element(
+      found.begin(), found.end(),
+      [](const auto& a, const auto& b) { return a.second.size() < b.second.size(); });
   std::string list;
-  for (const auto& value : found) list += (list.empty() ? "" : ", ") + value;
+  for (const auto& [value, runs] : found) {
+    std::string names;
+    size_t named = 0;
+    for (const auto& run : runs) {
+      if (named++ == kNamed) break;
+      names += (names.empty() ? "" : ", ") + run;
+    }
+    if (runs.size() > kNamed) names += ", …";
+    if (value == common->first) {
+      names = c10::str(runs.size(), runs.size() == 1 ? " run" : " runs");
+    }
+    list += c10::str(list.empty() ? "" : ", ", value, " (", names, ")");
+  }
   results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
 }
 
 // Runs of one study should be alike in what depends on the machine and the program, too.
 void note_mixtures(Results& results) {
   for (const char* key : {"commit", "torch", "processor", "cpu_capability"}) {
-    std::set<std::string> found;
+    Mixture found;
     for (const auto& result : results.runs) {
       if (!result.counts()) continue;
       for (const auto& machine : result.machines) {
-        if (machine.contains(key) && machine[key].is_string()) found.insert(machine[key]);
+        if (machine.contains(key) && machine[key].is_string()) {
+          found[machine[key]].insert(result.run.name);
+        }
       }
     }
     note_mixture(key, found, results);
@@ -171,11 +193,12 @@ void note_mixtures(Results& results) {
   for (const char* key :
        {"precision", "muon-precision", "validation-precision", "engine", "method", "threads",
         "device"}) {
-    std::map<std::string, std::set<std::string>> values;  // by what was planned
+    std::map<std::string, Mixture> values;  // by what was planned
     for (const auto& result : results.runs) {
       if (!result.counts()) continue;
       const auto planned = train::configure(result.run.options);
-      values[train::get(planned, train::find_key(key))].insert(result.config.at(key));
+      values[train::get(planned, train::find_key(key))][result.config.at(key)].insert(
+          result.run.name);
     }
     for (const auto& [planned, found] : values) note_mixture(key, found, results);
   }

@@ -159,7 +159,19 @@ def test_runs_of_different_programs_are_noted(copy):
     machine = copy / "qk-1/seed-1/machine.jsonl"
     first = json.loads(machine.read_text())
     machine.write_text(machine.read_text() + json.dumps({**first, "torch": "1.0"}) + "\n")
-    assert "note: runs differ in torch: 1.0, 2." in program("report", copy, "--no-figures").stdout
+    said = program("report", copy, "--no-figures").stdout
+    assert "note: runs differ in torch: 1.0 (qk-1/seed-1), 2." in said
+
+
+@pytest.mark.parametrize("key", ["engine", "precision", "muon-precision"])
+def test_runs_of_another_engine_or_precision_are_named(copy, key):
+    config = copy / "qk-1/seed-1/config.toml"
+    other = {"engine": "neon", "precision": "fp16", "muon-precision": "float64"}[key]
+    text = re.sub(rf'^{key} = "\w+"', f'{key} = "{other}"', config.read_text(), flags=re.M)
+    assert other in text
+    config.write_text(text)
+    said = program("report", copy, "--no-figures").stdout
+    assert f"note: runs differ in {key}: " in said and f"{other} (qk-1/seed-1)" in said
 
 
 def test_figures_with_one_validation_have_no_empty_panels(copy):

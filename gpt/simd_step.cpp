@@ -17,7 +17,10 @@ using group_muon::Product;
 using group_muon::readable;
 using torch::Tensor;
 
-// Logits of so many bytes are held at a time.
+// Logits of so many bytes stay in a cache between the products that use them; of so many rows they are worth the
+// products' packing; and more bytes are not held at a time.
+constexpr int64_t kCachedLogitBytes = 8 << 20;
+constexpr int64_t kLogitRows = 512;
 constexpr int64_t kLogitBytes = 64 << 20;
 // Products with a longer inner side are added up in parts, which fit into the cache.
 constexpr int64_t kLongestDepth = 4096;
@@ -305,8 +308,10 @@ class SimdStepOf : public SimdStep {
   double loss(const int64_t* targets, double share) {
     const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
     // Chunks of one size, a multiple of 16 rows.
-    const int64_t bytes = rows_ * vocabulary * static_cast<int64_t>(sizeof(T));
-    const int64_t chunks = (bytes + kLogitBytes - 1) / kLogitBytes;
+    const int64_t row_bytes = vocabulary * static_cast<int64_t>(sizeof(T));
+    const int64_t wanted = std::max(kCachedLogitBytes / row_bytes, kLogitRows);
+    const int64_t most = std::max<int64_t>(1, std::min(wanted, kLogitBytes / row_bytes));
+    const int64_t chunks = (rows_ + most - 1) / most;
     const int64_t even = (rows_ + chunks - 1) / chunks;
     const int64_t chunk = std::min(rows_, (even + 15) / 16 * 16);
     T* logits = room<T>(logits_, chunk, vocabulary);

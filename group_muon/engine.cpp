@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <utility>
@@ -57,9 +58,15 @@ bool cpu_has(Engine engine) {
 bool cpu_has_amx() {
 #if defined(__x86_64__)
   constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24;  // leaf 7, EDX
+  constexpr unsigned kOsSavesState = 1U << 27;                  // leaf 1, ECX
+  constexpr unsigned kTileState = 3U << 17;                     // what the system saves
   unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kOsSavesState) == 0) return false;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  return (d & kAmxBf16) != 0 && (d & kAmxTile) != 0;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  unsigned low = 0, high = 0;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileState) == kTileState;
 #else
   return false;
 #endif
@@ -77,7 +84,14 @@ bool cpu_has_arm_bf16() {
 // The best engine that GROUP_MUON_CPU allows; kAuto: any.
 Engine most_allowed() {
   const char* name = std::getenv("GROUP_MUON_CPU");
-  return name == nullptr || *name == 0 ? Engine::kAuto : parse_engine(name);
+  if (name == nullptr || *name == 0) return Engine::kAuto;
+  for (const auto& [engine, known] : kNames) {
+    if (name == known) return engine;
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "group_muon: the environment variable GROUP_MUON_CPU should name an engine (portable, ",
+      "neon, avx2, avx512, avx512_bf16), not '", name, "'");
 }
 
 bool is_restricted() { return most_allowed() != Engine::kAuto; }
@@ -143,8 +157,8 @@ c10::ScalarType default_precision(Engine engine, const c10::Device& device) {
   return engine_has && has_bf16(device) ? c10::kBFloat16 : c10::kFloat;
 }
 
-double bf16_slowdown() {
-  static const double slowdown = [] {
+std::string bf16_cost() {
+  static const std::string cost = [] {
     constexpr int64_t kSize = 192;
     const auto seconds = [](c10::ScalarType precision) {
       const at::Tensor a = at::ones({kSize, kSize}, precision);
@@ -157,9 +171,11 @@ double bf16_slowdown() {
       }
       return best;
     };
-    return seconds(c10::kBFloat16) / seconds(c10::kFloat);
+    const double times = seconds(c10::kBFloat16) / seconds(c10::kFloat);
+    if (times < 1.5) return std::string("about as long as in fp32");
+    return c10::str("about ", std::lround(times), " times as long as in fp32");
   }();
-  return slowdown;
+  return cost;
 }
 
 Engine default_engine(const c10::Device& device, c10::ScalarType precision) {
@@ -169,18 +185,22 @@ Engine default_engine(const c10::Device& device, c10::ScalarType precision) {
   return computes_in(best, precision) ? best : Engine::kPortable;
 }
 
-Engine resolved_engine(Engine wanted, const c10::Device& device, c10::ScalarType precision) {
-  if (wanted == Engine::kAuto) return default_engine(device, precision);
-  if (wanted == Engine::kPortable) return wanted;
+void check_engine(Engine wanted, const c10::Device& device) {
+  if (wanted == Engine::kAuto || wanted == Engine::kPortable) return;
   TORCH_CHECK_VALUE(
       device.is_cpu(), "group_muon: engine ", to_string(wanted), " is for the CPU, not for ",
       device, "; use auto or portable");
   TORCH_CHECK_VALUE(
       runs_here(wanted), "group_muon: engine ", to_string(wanted),
       " does not run on this CPU; use auto or one of ", list(engines_here()));
+}
+
+Engine resolved_engine(Engine wanted, const c10::Device& device, c10::ScalarType precision) {
+  if (wanted == Engine::kAuto) return default_engine(device, precision);
+  check_engine(wanted, device);
   TORCH_CHECK_VALUE(
       computes_in(wanted, precision), "group_muon: engine ", to_string(wanted),
-      " does not compute in ", precision, "; use precision float32, or engine portable");
+      " computes in fp32 only; choose that precision, or the engine auto or portable");
   return wanted;
 }
 

@@ -38,13 +38,16 @@ bool has_bf16(const c10::Device& device);
 /// bfloat16 where the device has it in hardware (and the engine, if one is named), else float32.
 c10::ScalarType default_precision(Engine engine, const c10::Device& device);
 
-/// How many times slower than in fp32 libtorch's products in bf16 are here. Measured at the first call, in less than a
-/// tenth of a second.
-double bf16_slowdown();
+/// "48 times as long as in fp32": what libtorch's products in bf16 take here. Measured at the first call, in less than
+/// a tenth of a second.
+std::string bf16_cost();
 
 /// The engine that `auto` takes for such weights: the CPU's best, if it computes in that precision. With AMX it is
 /// portable in bf16, since libtorch's products use AMX and ours do not.
 Engine default_engine(const c10::Device& device, c10::ScalarType precision);
+
+/// Refuses an engine that this CPU or device does not have.
+void check_engine(Engine wanted, const c10::Device& device);
 
 /// `wanted`, or what auto comes to. Refuses an engine that this CPU, device or precision does not have.
 Engine resolved_engine(Engine wanted, const c10::Device& device, c10::ScalarType precision);

@@ -164,6 +164,21 @@ Method parse_method(std::string_view name) {
       "': use auto, newton_schulz, gram, accurate_gram or exact");
 }
 
+std::string_view method_name(Method method) {
+  switch (method) {
+    case Method::kNewtonSchulz:
+      return "newton_schulz";
+    case Method::kGram:
+      return "gram";
+    case Method::kAccurateGram:
+      return "accurate_gram";
+    case Method::kExact:
+      return "exact";
+    default:
+      return "auto";
+  }
+}
+
 c10::ScalarType parse_precision(std::string_view name) {
   if (name == "auto") return kAutoPrecision;
   if (name == "bfloat16") return c10::kBFloat16;
@@ -207,19 +222,14 @@ void check(const OrthogonalizeOptions& options) {
 }
 
 OrthogonalizeOptions resolved(OrthogonalizeOptions options, const c10::Device& device) {
+  check_engine(options.engine, device);
+  const bool can_be_gram = may_be_gram(options.method);
   if (options.precision == kAutoPrecision) {
-    options.precision = default_precision(options.engine, device);
+    options.precision = default_precision(can_be_gram ? options.engine : Engine::kAuto, device);
   }
-  const bool can_choose = may_be_gram(options.method) && options.precision != c10::kDouble;
-  options.engine =
-      can_choose ? resolved_engine(options.engine, device, options.precision) : Engine::kPortable;
-  if (options.precision == c10::kBFloat16 && !has_bf16(device) &&
-      options.method != Method::kExact) {
-    TORCH_WARN_ONCE(
-        "group_muon: this CPU has no bfloat16 in hardware: products in it take about ",
-        std::max(1, static_cast<int>(std::lround(bf16_slowdown()))),
-        " times as long as in float32 here. Use precision = \"float32\" if you can");
-  }
+  options.engine = can_be_gram && options.precision != c10::kDouble
+                       ? resolved_engine(options.engine, device, options.precision)
+                       : Engine::kPortable;
   if (options.method == Method::kAuto) {
     options.method = options.engine == Engine::kPortable ? Method::kNewtonSchulz : Method::kGram;
   }

@@ -82,6 +82,7 @@ OrthogonalizeOptions with_rank_tolerance(
 
 /// Names: auto, newton_schulz, gram, accurate_gram, exact; auto, bfloat16, float32, float64.
 Method parse_method(std::string_view name);
+std::string_view method_name(Method method);
 c10::ScalarType parse_precision(std::string_view name);
 std::string_view precision_name(c10::ScalarType precision);
 

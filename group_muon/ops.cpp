@@ -106,6 +106,20 @@ void check_floating(const Tensor& tensor, const std::string& name) {
   check_value(tensor, name, /*average=*/true);
 }
 
+void warn_of_software_bf16(
+    const std::vector<Tensor>& weights, const OrthogonalizeOptions& options) {
+  for (const auto& weight : weights) {
+    if (has_bf16(weight.device()) || options.method == Method::kExact ||
+        resolved(options, weight.device()).precision != at::kBFloat16) {
+      continue;
+    }
+    TORCH_WARN_ONCE(
+        "group_muon: this CPU has bfloat16 only in software: a product takes ", bf16_cost(),
+        " here. precision = \"float32\" avoids that");
+    return;
+  }
+}
+
 // Operators that take all of the step's options, which step_fields lists once for them.
 template <typename Fields>
 struct WithOptions;
@@ -124,6 +138,7 @@ struct WithOptions<GroupMuonOptions(Options...)> {
             lrs.size() == count && weight_decays.size() == count,
         "group_muon: step_ needs lists of one length, that of the ", count, " weights");
     const auto step_opts = step_options(step_fields(options...));
+    warn_of_software_bf16(weights, step_opts.orthogonalize);
     std::vector<Weight> list;
     list.reserve(count);
     for (size_t i = 0; i < count; ++i) {
@@ -234,11 +249,17 @@ void step_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 Tensor orthogonalize_meta(
-    const Tensor& blocks, const std::string&, const std::string&, const Floats&, int64_t, int64_t,
-    const Ints&, const std::string& precision, const std::string& engine, double, bool, double) {
+    const Tensor& blocks, const std::string& method, const std::string&, const Floats&, int64_t,
+    int64_t, const Ints&, const std::string& precision, const std::string& engine, double, bool,
+    double) {
   // What auto comes to on a device is not known of a tensor without one: as on the CPU.
   auto dtype = parse_precision(precision);
-  if (dtype == kAutoPrecision) dtype = default_precision(parse_engine(engine), at::kCPU);
+  if (dtype == kAutoPrecision) {
+    OrthogonalizeOptions options;
+    options.method = parse_method(method);
+    options.engine = parse_engine(engine);
+    dtype = resolved(options, at::kCPU).precision;
+  }
   return at::empty_like(blocks, blocks.options().dtype(dtype), at::MemoryFormat::Contiguous);
 }
 
@@ -362,10 +383,19 @@ TORCH_LIBRARY(group_muon, m) {
     for (const auto engine : engines_here()) names.emplace_back(to_string(engine));
     return names;
   });
+  // What "auto" comes to: precision, engine and method.
   m.def(
-      "default_precision(str engine, Device device) -> str",
-      [](const std::string& engine, c10::Device device) {
-        return std::string(precision_name(default_precision(parse_engine(engine), device)));
+      "resolved(str method, str precision, str engine, Device device) -> (str, str, str)",
+      [](const std::string& method, const std::string& precision, const std::string& engine,
+         c10::Device device) {
+        OrthogonalizeOptions options;
+        options.method = parse_method(method);
+        options.precision = parse_precision(precision);
+        options.engine = parse_engine(engine);
+        const auto here = resolved(options, device);
+        return std::tuple{
+            std::string(precision_name(here.precision)), std::string(to_string(here.engine)),
+            std::string(method_name(here.method))};
       });
   m.def("plain() -> str", [] { return to_string(plain()); });
   m.def("convolution() -> str", [] { return to_string(convolution()); });

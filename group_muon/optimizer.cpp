@@ -65,18 +65,20 @@ void check_group(const OptimizerParamGroup& group, size_t first_index) {
   for (size_t i = 0; i < group.params().size(); ++i) {
     const auto name = parameter_name(options, i, first_index + i);
     check_value(group.params()[i], name, options.average());
-    resolved(shared.orthogonalize, group.params()[i].device());
+    if (!group.params()[i].is_meta()) {
+      resolved(shared.orthogonalize, group.params()[i].device());
+    }
     checked(options.layout(), group.params()[i].sizes(), name);
   }
 }
 
-// Puts what "auto" comes to for these weights in its place.
+// Puts what "auto" comes to for these weights in its place. A group is on one device, or else its first weight decides.
 void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& options) {
   if (options.precision() != "auto") return;
   for (const auto& parameter : group.params()) {
     if (!parameter.grad().defined() || parameter.is_meta()) continue;
-    const auto precision = default_precision(parse_engine(options.engine()), parameter.device());
-    options.precision(std::string(precision_name(precision)));
+    const auto here = resolved(orthogonalize_options(options), parameter.device());
+    options.precision(std::string(precision_name(here.precision)));
     return;
   }
 }

@@ -16,7 +16,7 @@ using c10::BFloat16;
 // Packed panels of so many entries are kept in the cache while rows of A go by.
 constexpr int64_t kGroupEntries = 1 << 16;
 // Tiles of A that one thread packs in one go.
-constexpr int64_t kTogether = 16;
+constexpr int64_t kTilesTogether = 16;
 // A thread's strip of a packed A.
 constexpr int64_t kStripEntries = 1 << 17;
 
@@ -42,15 +42,17 @@ const ProductKernels<In, Out>& kernels_of(Engine engine) {
 }
 
 // Scratch memory of this thread, kept from product to product.
-float* right_memory(int64_t size) {
-  static thread_local std::vector<float> memory;
+float* room_in(std::vector<float>& memory, int64_t size) {
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
   return memory.data();
 }
+float* right_memory(int64_t size) {
+  static thread_local std::vector<float> memory;
+  return room_in(memory, size);
+}
 float* left_memory(int64_t size) {
   static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
+  return room_in(memory, size);
 }
 
 // Runs work(i) for all i < count: here, or in all threads.
@@ -100,10 +102,13 @@ struct Work {
       kernels.pack_right(product, k(i), panel, right + (panel - panels.begin) * size);
     }
     kernels.compute(product, k(i), rows, panels, left, right, symmetric);
-    if (!symmetric || i + 1 < stretches()) return;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      kernels.mirror(product.out, panel);
-    }
+  }
+
+  // Tiles reach below the diagonal, where only one may write: after all of them.
+  template <typename Run>
+  void mirror(Run&& run) const {
+    if (!symmetric) return;
+    run(panels(), [&](int64_t panel) { kernels.mirror(product.out, panel); });
   }
 
   // The i-th of `count` groups. Late ones of a symmetric product are longer than early ones, so each thread gets
@@ -132,13 +137,13 @@ struct Work {
           compute(j, stretch(i % pieces, piece, rows()), span(i / pieces), nullptr);
         }
       });
-      return;
+      return mirror(run);
     }
     float* left = left_memory(longest() * tiles() * kernels.tile_rows);
     for (int64_t j = 0; j < stretches(); ++j) {
       const int64_t tile = entries<In>(k(j).size()) * kernels.tile_rows;
-      run(parts(tiles(), kTogether), [&](int64_t i) {
-        const Span some = stretch(i, kTogether, tiles());
+      run(parts(tiles(), kTilesTogether), [&](int64_t i) {
+        const Span some = stretch(i, kTilesTogether, tiles());
         kernels.pack_left(product, k(j), some, left + some.begin * tile);
       });
       run(groups * pieces, [&](int64_t i) {
@@ -146,6 +151,7 @@ struct Work {
         compute(j, rows_here, span(i / pieces), left + rows_here.begin / kernels.tile_rows * tile);
       });
     }
+    mirror(run);
   }
 
   // Whether A should be packed: its rows would leave the cache between one group of panels and the next, and there are

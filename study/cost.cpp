@@ -104,9 +104,15 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
   std::map<std::string, Times> known;
   int64_t largest = 0, largest_checkpoints = 0;
   double longest = 0;
-  const auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
+  auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
+  for (auto* word :
+       {&first.precision, &first.muon_precision, &first.validation_precision, &first.engine,
+        &first.method}) {
+    *word = "auto";  // each run's own
+  }
   for (const auto& run : folder.plan) {
-    const auto config = train::filled_in(config_of(folder, run, threads, device), first);
+    const auto config =
+        train::with_engine(train::filled_in(config_of(folder, run, threads, device), first));
     cost.runs += 1;
     largest = std::max(largest, memory_of(config));
     const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // and the best

@@ -258,6 +258,36 @@ TEST_F(OrthogonalizeTest, GramStaysAccurateWhereOneDirectionHasMostOfTheNorm) {
   }
 }
 
+TEST_F(OrthogonalizeTest, GramInFp32IsCloseToTheFormulaOnAnyBlock) {
+  const auto unit = [](const Tensor& x) { return x / x.norm(); };
+  for (const auto& [rows, cols] :
+       std::vector<std::pair<int64_t, int64_t>>{{16, 192}, {192, 16}, {96, 96}, {100, 230}}) {
+    const int64_t k = std::min(rows, cols);
+    const Tensor gaussian = torch::randn({rows, cols}, torch::kDouble);
+    const Tensor direction =
+        torch::outer(torch::randn({rows}, torch::kDouble), torch::randn({cols}, torch::kDouble));
+    for (const auto* name : {"quintic", "polar_express", "you"}) {
+      for (const int64_t steps : {1, 5, 9}) {
+        auto options = iteration(name, steps, Method::kGram, torch::kFloat);
+        options.restarts = {};  // those that are chosen
+        auto formula = options;
+        formula.method = Method::kNewtonSchulz;
+        formula.precision = torch::kDouble;
+        const auto error = [&](const Tensor& x) {
+          return relative_error(orthogonalize(x, options), orthogonalize(x, formula));
+        };
+        EXPECT_LT(error(gaussian), 1e-4) << name << " " << rows << "x" << cols;
+        EXPECT_LT(error(with_spectrum(spectrum(k, 1e6), rows, cols)), 2e-3) << name << steps;
+        for (const double share : {0.6, 0.99}) {
+          const Tensor x =
+              std::sqrt(share) * unit(direction) + std::sqrt(1 - share) * unit(gaussian);
+          EXPECT_LT(error(x), 3e-4) << name << " " << steps << " " << share;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(OrthogonalizeTest, GramRestartsBeforeItsFactorIsIllConditioned) {
   using Steps = std::vector<int64_t>;
   const auto restarts = [](const char* name, int64_t steps, double limit, int64_t tail = 0) {

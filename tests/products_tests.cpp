@@ -38,15 +38,20 @@ class ProductsTest : public testing::Test {
 const Engine kEngine = engines_here().back();
 const bool kHasBf16 = computes_in(kEngine, torch::kBFloat16);
 
-// Both ways to run a product; they should agree to the bit.
+// Both ways to run a product, with any number of threads; they should agree to the bit.
 template <typename In, typename Out>
 void run_both(const Product<In, Out>& product, bool symmetric, const Tensor& out) {
   const Tensor before = out.clone();
   symmetric ? multiply_symmetric(kEngine, product) : multiply(kEngine, product);
   const Tensor alone = out.clone();
-  out.copy_(before);
-  symmetric ? multiply_symmetric_shared(kEngine, product) : multiply_shared(kEngine, product);
-  EXPECT_TRUE(out.equal(alone));
+  const int all = at::get_num_threads();
+  for (const int threads : {1, 2, 3, 4}) {
+    at::set_num_threads(threads);
+    out.copy_(before);
+    symmetric ? multiply_symmetric_shared(kEngine, product) : multiply_shared(kEngine, product);
+    EXPECT_TRUE(out.equal(alone)) << threads << " threads";
+  }
+  at::set_num_threads(all);
 }
 
 template <typename In, typename Out>
@@ -175,16 +180,39 @@ TEST_F(ProductsTest, LargeProductsAreTheSame) {
       EXPECT_LT(error(out, wide(a).mm(wide(b))), 1e-5) << m << " " << k << " " << n;
     }
   }
-  const Tensor x = torch::randn({200, 1111}), gram = torch::empty({200, 200});
-  run_both(
-      Product<float, float>{
-          .a = view<const float>(x),
-          .b = view<const float>(x),
-          .out = view<float>(gram),
-          .transpose_b = true},
-      true, gram);
-  EXPECT_LT(error(gram, wide(x).mm(wide(x).t())), 1e-5);
-  EXPECT_TRUE(gram.equal(gram.t()));
+}
+
+TEST_F(ProductsTest, LargeSymmetricProductsAreTheSame) {
+  for (const auto [n, k] :
+       std::vector<std::array<int64_t, 2>>{{200, 1111}, {300, 1200}, {700, 1111}, {384, 1536}}) {
+    for (const bool tall : {false, true}) {
+      const Tensor x = torch::randn({n, k}), gram = torch::empty({n, n});
+      const Tensor there = tall ? x.t().contiguous() : x;
+      run_both(
+          Product<float, float>{
+              .a = view<const float>(there),
+              .b = view<const float>(there),
+              .out = view<float>(gram),
+              .transpose_a = tall,
+              .transpose_b = !tall},
+          true, gram);
+      EXPECT_LT(error(gram, wide(x).mm(wide(x).t())), 1e-5) << n << " " << k << " " << tall;
+      EXPECT_TRUE(gram.equal(gram.t())) << n << " " << k << " " << tall;
+      // Longer sums than are made in one go, with a third matrix added.
+      const Tensor square = torch::empty_like(gram);
+      run_both(
+          Product<float, float>{
+              .a = view<const float>(gram),
+              .b = view<const float>(gram),
+              .out = view<float>(square),
+              .d = gram.data_ptr<float>(),
+              .alpha = 2,
+              .beta = 3},
+          true, square);
+      EXPECT_LT(error(square, 2 * wide(gram).mm(wide(gram)) + 3 * wide(gram)), 1e-5);
+      EXPECT_TRUE(square.equal(square.t())) << n << " " << k << " " << tall;
+    }
+  }
 }
 
 TEST_F(ProductsTest, NothingTimesSomethingIsNothing) {

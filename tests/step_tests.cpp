@@ -158,10 +158,10 @@ double mup(int64_t out, int64_t in) {
   return std::sqrt(static_cast<double>(out) / static_cast<double>(in));
 }
 
-// With a Gram method, the blocks of fp32 weights are orthogonalized in bf16.
+// With a Gram method, the blocks of fp32 weights are orthogonalized in `precision`.
 void expect_literal(
     const Case& c, const Grouping& grouping, bool nesterov, bool average, torch::ScalarType dtype,
-    Method method = Method::kNewtonSchulz) {
+    Method method = Method::kNewtonSchulz, torch::ScalarType precision = torch::kBFloat16) {
   torch::manual_seed(1);
   const auto double_dtype = dtype == torch::kDouble;
   Tensor w = torch::randn(c.sizes, dtype);
@@ -173,7 +173,7 @@ void expect_literal(
   options.seed = 5;
   options.scale = {ScaleRule::kMup, ScaleRule::kMup, ScaleReference::kSegment};
   options.orthogonalize.method = method;
-  options.orthogonalize.precision = is_gram(method) ? torch::kBFloat16 : dtype;
+  options.orthogonalize.precision = is_gram(method) ? precision : dtype;
   if (is_gram(method)) options.orthogonalize.restarts = {3};
   reference::Settings settings{
       .nesterov = nesterov, .average = average, .weight_decay = 0.01, .precision = dtype};
@@ -209,7 +209,8 @@ void expect_literal(
   };
   const auto where =
       c.name + " " + to_string(GroupingSchedule{grouping}) + (nesterov ? " nesterov" : "");
-  EXPECT_LT(error(w, expected_w), is_gram(method) ? 0.03 : double_dtype ? 1e-10 : 2e-5) << where;
+  const bool in_bf16 = is_gram(method) && precision == torch::kBFloat16;
+  EXPECT_LT(error(w, expected_w), in_bf16 ? 0.03 : double_dtype ? 1e-10 : 2e-5) << where;
   EXPECT_LT(error(m, expected_m), double_dtype ? 1e-10 : 2e-5) << where;
 }
 
@@ -250,14 +251,20 @@ TEST(Step, EqualsTheLiteralAlgorithmWithAveragedMomentum) {
   }
 }
 
-TEST(Step, EqualsTheLiteralAlgorithmToBf16WithGramMethods) {
+// In the precisions of the engine under test.
+TEST(Step, EqualsTheLiteralAlgorithmWithGramMethods) {
+  const Engine engine = engines_here().back();
+  std::vector<torch::ScalarType> precisions = {torch::kFloat};
+  if (computes_in(engine, torch::kBFloat16)) precisions.push_back(torch::kBFloat16);
   for (const int64_t g : {1, 4, 12}) {
     const Grouping grouping{.group_size = g, .rule = GroupingRule::kRandom};
     for (const auto& c : cases({grouping})) {
       for (const auto method : {Method::kGram, Method::kAccurateGram}) {
         for (const bool nesterov : {false, true}) {
           for (const bool average : {false, true}) {
-            expect_literal(c, grouping, nesterov, average, torch::kFloat, method);
+            for (const auto precision : precisions) {
+              expect_literal(c, grouping, nesterov, average, torch::kFloat, method, precision);
+            }
           }
         }
       }
@@ -265,7 +272,7 @@ TEST(Step, EqualsTheLiteralAlgorithmToBf16WithGramMethods) {
   }
 }
 
-// One step from zero with a Gram method in bf16, which takes the CPU's own kernels where there are any.
+// One step from zero with a Gram method, which takes an engine of our own where there is one.
 Tensor update_of(const Tensor& grad, const Layout& layout) {
   StepOptions options;
   options.orthogonalize.method = Method::kGram;

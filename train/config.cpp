@@ -86,7 +86,7 @@ std::vector<Key> make_keys() {
       {"validation", "validation-tokens", &C::validation_tokens,
        "Tokens to validate on, always the same: the first of the split"},
       {"validation", "validation-precision", &C::validation_precision,
-       "bf16, fp32, or auto: bf16 where the hardware has it"},
+       "bf16, fp32, or auto: as precision"},
 
       {"diagnostics", "diagnose-every", &C::diagnose_every,
        "Steps from one measurement of gain and cost of head groups to the next; 0: none", 0, kFree},
@@ -180,7 +180,7 @@ Settings settings_of(const toml::table& file) {
           false, "'", section.str(), "' belongs under [", find_key(section.str()).section, "]");
     }
     for (const auto& [name, value] : *table) {
-      if (name.str() == kOldEngineKey) continue;
+      if (name.str() == kOldEngineKey && section.str() == "run") continue;
       const Key& key = find_key(name.str());
       TORCH_CHECK_VALUE(
           section.str() == key.section, "'", name.str(), "' belongs under [", key.section,
@@ -224,6 +224,7 @@ const Key& find_key(std::string_view name) {
     if (name == key.name) return key;
     names.emplace_back(key.name);
   }
+  TORCH_CHECK_VALUE(name != kOldEngineKey, "the option '", kOldEngineKey, "' is now 'engine'");
   const std::string near = nearest(name, names);
   TORCH_CHECK_VALUE(
       false, "there is no option '", name, "'",
@@ -300,7 +301,9 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
         before);
     notes.push_back(
         c10::str(
-            key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit"));
+            key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit",
+            std::string_view(key.name) == "engine" ? "; --engine auto chooses anew elsewhere"
+                                                   : ""));
   }
   return notes;
 }

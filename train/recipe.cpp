@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <string_view>
 
 #include "train/attention.h"
@@ -132,9 +131,10 @@ Config with_engine(Config config) {
   const torch::Device device(config.device);
   const auto wanted = group_muon::parse_engine(config.engine);
   const auto precision = group_muon::default_precision(wanted, device);
-  for (auto* word : {&config.precision, &config.validation_precision}) {
-    if (*word == "auto") *word = precision == torch::kBFloat16 ? "bf16" : "fp32";
+  if (config.precision == "auto") {
+    config.precision = precision == torch::kBFloat16 ? "bf16" : "fp32";
   }
+  if (config.validation_precision == "auto") config.validation_precision = config.precision;
   if (config.muon_precision == "auto") {
     config.muon_precision = group_muon::precision_name(precision);
   }
@@ -158,11 +158,8 @@ std::string software_bf16_note(const Config& config) {
   const bool wanted = config.precision == "bf16" || config.validation_precision == "bf16" ||
                       config.muon_precision == "bfloat16";
   if (!wanted || group_muon::has_bf16(torch::Device(config.device))) return "";
-  char times[16];
-  std::snprintf(times, sizeof times, "%.0f", std::max(1.0, group_muon::bf16_slowdown()));
-  return c10::str(
-      "this run computes in bf16, which this CPU has only in software: its products take about ",
-      times, " times as long as in fp32 here");
+  return "this run computes in bf16, which this CPU has only in software: a product takes " +
+         group_muon::bf16_cost() + " here";
 }
 
 group_muon::AssembleOptions optimizer_options(const Config& config) {

@@ -429,6 +429,18 @@ std::string checkpoint_to_resume(const Place& place) {
   return chosen;
 }
 
+// compare_for_resume, with what to do instead.
+std::vector<std::string> notes_on_changes(const Config& was, const Config& is) {
+  try {
+    return compare_for_resume(was, is);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(
+        false, error.what_without_backtrace(),
+        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
+        "this one's weights: --init RUN --out ANOTHER");
+  }
+}
+
 void refuse_existing(const Config& config) {
   for (const char* name : {"/config.toml", "/checkpoints", "/metrics.jsonl"}) {
     TORCH_CHECK_VALUE(
@@ -528,18 +540,19 @@ Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<
   const Config saved = config_of_run(place.run);
   Config config = configure(settings, saved);
   if (config.engine == saved.engine) config.engine = group_muon::to_string(engine_of(saved));
+  // Precisions first: an engine that cannot compute in another one would be the wrong thing to complain of.
+  Config probe = saved;
+  for (auto precision :
+       {&Config::precision, &Config::muon_precision, &Config::validation_precision}) {
+    if (config.*precision == "auto") config.*precision = saved.*precision;
+    probe.*precision = config.*precision;
+  }
+  notes_on_changes(saved, probe);
   run.config = resolved(config);
   if (fs::weakly_canonical(run.config.out) == fs::weakly_canonical(saved.out)) {
     run.config.out = saved.out;
   }
-  try {
-    run.notes = compare_for_resume(saved, run.config);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(
-        false, error.what_without_backtrace(),
-        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
-        "this one's weights: --init RUN --out ANOTHER");
-  }
+  run.notes = notes_on_changes(saved, run.config);
   run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(
       run.checkpoint.empty() ? "there is no checkpoint yet: the run begins anew"

@@ -332,7 +332,9 @@ class GroupMuon(torch.optim.Optimizer):
             return
         for parameter in group["params"]:
             if parameter.grad is not None and not parameter.is_meta:
-                group["precision"] = _ops.default_precision(group["engine"], parameter.device)
+                group["precision"], *_ = _ops.resolved(
+                    group["method"], "auto", group["engine"], parameter.device
+                )
                 return
 
     def _check(self, group: dict, names: list[str]) -> None:

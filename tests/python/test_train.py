@@ -138,9 +138,12 @@ class TestParity:
             assert (momentum[f"muon.momentum.{name}"] - buffer).abs().max() < 1e-4, name
 
     def test_bf16_stays_near_fp32(self, tmp_path, data, engine):
+        if engine not in ("portable", "avx512_bf16"):
+            refused = train(data, tmp_path / "bf16", check=False, precision="bf16", engine=engine)
+            assert refused.returncode != 0 and "computes in fp32 only" in refused.stderr
+            return
         for precision in ("bf16", "fp32"):
-            used = engine if precision == "fp32" or engine == "avx512_bf16" else "portable"
-            train(data, tmp_path / precision, steps=100, precision=precision, engine=used)
+            train(data, tmp_path / precision, steps=100, precision=precision, engine=engine)
         both = [values(tmp_path / p, "validation_loss")[-1] for p in ("bf16", "fp32")]
         assert both[0] == pytest.approx(both[1], abs=0.03) and both[0] < 2
 
@@ -316,6 +319,10 @@ AVX2 = {
 PLAIN = {**AVX2, "GROUP_MUON_CPU": "portable"}
 
 
+# What "auto" comes to here.
+AUTO = torch.ops.group_muon.resolved("auto", "auto", "auto", torch.device("cpu"))
+
+
 def words_of(run):
     """What a run's config says of precision, engine and method."""
     text = (run / "config.toml").read_text()
@@ -326,14 +333,11 @@ class TestEngines:
     def test_auto_is_written_down_as_what_it_came_to(self, tmp_path, data):
         train(data, tmp_path / "run", steps=4)
         words = words_of(tmp_path / "run")
-        best = group_muon.engines()[-1]
-        precise = best == "avx512_bf16"
-        assert words["engine"] == best
-        if best != "portable":
-            assert words["method"] == "gram"
-            assert words["precision"] == words["validation-precision"]
-            assert words["precision"] == ("bf16" if precise else "fp32")
-            assert words["muon-precision"] == ("bfloat16" if precise else "float32")
+        precision, engine, method = AUTO
+        assert words["muon-precision"] == precision
+        assert words["precision"] == {"bfloat16": "bf16", "float32": "fp32"}[precision]
+        assert words["validation-precision"] == words["precision"]
+        assert words["engine"] == engine and words["method"] == method
         line = next(line for line in metrics(tmp_path / "run") if "validation_loss" in line)
         for key in ("engine", "precision", "muon-precision", "validation-precision"):
             assert line[key.replace("-", "_")] == words[key]
@@ -364,12 +368,15 @@ class TestEngines:
         began = words_of(run)
         shutil.rmtree(run / "checkpoints/step-000008")
         done = program("train", "--resume", run, env={**os.environ, **PLAIN})
-        assert "software: its products take about" in done.stdout + done.stderr
+        assert "only in software: a product takes about" in done.stdout + done.stderr
         if began["engine"] != "portable":
             said = f"engine was {began['engine']} and is portable"
             assert said in done.stdout + done.stderr
             assert "not bit for bit" in done.stdout + done.stderr
         assert words_of(run) == {**began, "engine": "portable"}  # the rest it keeps
+        other = {"bf16": "fp32", "fp32": "bf16"}[began["precision"]]
+        refused = program("train", "--resume", run, "--precision", other, check=False)
+        assert refused.returncode != 0 and "a resumed run keeps its options" in refused.stderr
 
     @pytest.mark.parametrize("engine", group_muon.engines())
     def test_resumed_under_the_same_engine_it_is_itself(self, tmp_path, data, engine):

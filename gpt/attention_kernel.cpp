@@ -11,6 +11,7 @@ namespace gpt::GROUP_MUON_TARGET {
 namespace {
 
 using group_muon::MatrixView;
+using group_muon::PackedRight;
 using group_muon::Product;
 using group_muon::readable;
 
@@ -59,6 +60,39 @@ void product(
           .transpose_b = transpose_b});
 }
 
+// B, or Bᵀ, of the products of all tiles of a head: each takes the rows that its queries see.
+template <typename T>
+struct Right {
+  void set(const MatrixView<const T>& b, bool transposed) {
+    view = b;
+    transpose = transposed;
+    if constexpr (kHasProducts<T>)
+      group_muon::pack(Engine::GROUP_MUON_ENGINE, b, transpose, packed);
+  }
+
+  MatrixView<const T> view = {};
+  bool transpose = false;
+  PackedRight<T> packed = {};
+};
+
+// out = A·(the first `rows` of B, or B's rows as columns).
+template <typename In, typename Out>
+void product(
+    const MatrixView<const In>& a, const Right<In>& right, int64_t rows,
+    const MatrixView<Out>& out) {
+  const auto& view = right.view;
+  const Product<In, Out> p{
+      .a = a,
+      .b = {view.data, rows, view.cols, view.stride},
+      .out = out,
+      .transpose_b = right.transpose};
+  if constexpr (kHasProducts<In>) {
+    group_muon::multiply_packed(Engine::GROUP_MUON_ENGINE, p, right.packed);
+  } else {
+    product(p);
+  }
+}
+
 // Turns a head's row by its position; `sign` -1 turns it back. The halves of a head turn together.
 template <typename From, typename T, typename S>
 void turn(const From* from, T* to, const S* cos, const S* sin, S sign, int64_t half) {
@@ -87,6 +121,7 @@ struct Tiles {
   std::vector<S> scores, score_grads;    // [rows, tokens]
   std::vector<T> weights, weight_grads;  // what is multiplied with values and keys
   std::vector<S> query_grad, key_grad, value_grad;
+  Right<T> keys, keys_transposed, values, values_transposed;
 };
 
 // A tile's queries from `first` on, and the keys that the last of them sees.
@@ -189,8 +224,8 @@ void attention(
       }
       return readable(rows);
     };
-    const auto k = turned(key_head(shape, kv_head));
-    const auto v = readable(view(value_head(shape, kv_head)));
+    tiles.keys_transposed.set(turned(key_head(shape, kv_head)), true);
+    tiles.values.set(readable(view(value_head(shape, kv_head))), false);
     for (int64_t head = kv_head * shared; head < (kv_head + 1) * shared; ++head) {
       const auto q = turned(head);
       const auto y = head_view(shape, out, shape.width(), batch, head);
@@ -199,14 +234,12 @@ void attention(
         const int64_t keys = tile.keys();
         const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
         const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
-        product(rows_of(q, tile.first, tile.rows), false, rows_of(k, 0, keys), true, scores);
+        product(rows_of(q, tile.first, tile.rows), tiles.keys_transposed, keys, scores);
         for (int64_t i = 0; i < tile.rows; ++i) {
           log_sum[tile.first + i] = softmax_row(
               scores.data + i * keys, weights.data + i * keys, scale, tile.first + i + 1, keys);
         }
-        product(
-            readable(weights), false, rows_of(v, 0, keys), false,
-            rows_of(y, tile.first, tile.rows));
+        product(readable(weights), tiles.values, keys, rows_of(y, tile.first, tile.rows));
       });
     }
   });
@@ -224,7 +257,9 @@ void attention_backward(
     const auto grad_row = [&](int64_t head, int64_t token) {
       return head_view(shape, qkv_grad, shape.row(), batch, head).data + token * shape.row();
     };
-    const auto k = view(key_head(shape, kv_head)), v = view(value_head(shape, kv_head));
+    tiles.keys.set(view(key_head(shape, kv_head)), false);
+    tiles.keys_transposed.set(view(key_head(shape, kv_head)), true);
+    tiles.values_transposed.set(view(value_head(shape, kv_head)), true);
     const MatrixView<S> key_grad{tiles.key_grad.data(), shape.tokens, size, size};
     const MatrixView<S> value_grad{tiles.value_grad.data(), shape.tokens, size, size};
     std::fill(tiles.key_grad.begin(), tiles.key_grad.end(), S{0});
@@ -243,8 +278,8 @@ void attention_backward(
         const MatrixView<S> query_grad{tiles.query_grad.data(), tile.rows, size, size};
         const auto q_tile = rows_of(q, tile.first, tile.rows);
         const auto y_grad_tile = rows_of(y_grad, tile.first, tile.rows);
-        product(q_tile, false, rows_of(k, 0, keys), true, scores);
-        product(y_grad_tile, false, rows_of(v, 0, keys), true, score_grads);
+        product(q_tile, tiles.keys_transposed, keys, scores);
+        product(y_grad_tile, tiles.values_transposed, keys, score_grads);
         for (int64_t i = 0; i < tile.rows; ++i) {
           const int64_t token = tile.first + i;
           const T* row = y.data + token * y.stride;
@@ -257,7 +292,7 @@ void attention_backward(
               scores.data + i * keys, score_grads.data + i * keys, weights.data + i * keys,
               weight_grads.data + i * keys, scale, log_sum[token], dot, token + 1, keys);
         }
-        product(readable(weight_grads), false, rows_of(k, 0, keys), false, query_grad);
+        product(readable(weight_grads), tiles.keys, keys, query_grad);
         product(
             readable(weight_grads), true, q_tile, false, rows_of(key_grad, 0, keys), /*add=*/true);
         product(
@@ -284,10 +319,12 @@ void attention_backward(
 
 }  // namespace
 
-const AttentionKernels<float> kFloatAttention = {attention<float>, attention_backward<float>};
-const AttentionKernels<double> kDoubleAttention = {attention<double>, attention_backward<double>};
+constinit const AttentionKernels<float> kFloatAttention = {
+    attention<float>, attention_backward<float>};
+constinit const AttentionKernels<double> kDoubleAttention = {
+    attention<double>, attention_backward<double>};
 #ifdef GROUP_MUON_TARGET_BF16
-const AttentionKernels<c10::BFloat16> kBf16Attention = {
+constinit const AttentionKernels<c10::BFloat16> kBf16Attention = {
     attention<c10::BFloat16>, attention_backward<c10::BFloat16>};
 #endif
 

@@ -99,21 +99,12 @@ const Kernels<T>& kernels_of(Engine engine);
 template <typename T>
 const AttentionKernels<T>& attention_of(Engine engine);
 
-#define GPT_DECLARE(target, engine)                       \
-  namespace target {                                      \
-  extern const Kernels<float> kFloatKernels;              \
-  extern const Kernels<double> kDoubleKernels;            \
-  extern const AttentionKernels<float> kFloatAttention;   \
-  extern const AttentionKernels<double> kDoubleAttention; \
-  }
-GROUP_MUON_FOR_TARGETS(GPT_DECLARE)
-#undef GPT_DECLARE
-#define GPT_DECLARE(target, engine)                            \
-  namespace target {                                           \
-  extern const Kernels<c10::BFloat16> kBf16Kernels;            \
-  extern const AttentionKernels<c10::BFloat16> kBf16Attention; \
-  }
-GROUP_MUON_FOR_BF16_TARGETS(GPT_DECLARE)
-#undef GPT_DECLARE
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatKernels, Kernels<float>)
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kDoubleKernels, Kernels<double>)
+GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_DECLARE_TABLE, kBf16Kernels, Kernels<c10::BFloat16>)
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatAttention, AttentionKernels<float>)
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kDoubleAttention, AttentionKernels<double>)
+GROUP_MUON_FOR_BF16_TARGETS(
+    GROUP_MUON_DECLARE_TABLE, kBf16Attention, AttentionKernels<c10::BFloat16>)
 
 }  // namespace gpt

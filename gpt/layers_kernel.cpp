@@ -95,15 +95,22 @@ void cross_entropy(
     for (int64_t j = 0; j < cols; ++j) {
       largest = static_cast<S>(logit[j]) > largest ? static_cast<S>(logit[j]) : largest;
     }
+    // Exponentials are kept where that loses no digits.
+    const bool keep = std::is_same_v<T, S> && scale != 0;
+    const auto wanted = static_cast<S>(logit[targets[row]]);
     S sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < cols; ++j) sum += vector_exp(static_cast<S>(logit[j]) - largest);
-    const auto wanted = static_cast<S>(logit[targets[row]]);
+    for (int64_t j = 0; j < cols; ++j) {
+      const S power = vector_exp(static_cast<S>(logit[j]) - largest);
+      logit[j] = keep ? static_cast<T>(power) : logit[j];
+      sum += power;
+    }
     losses[row] = std::log(static_cast<double>(sum)) + static_cast<double>(largest - wanted);
     if (scale == 0) return;
     const S factor = static_cast<S>(scale) / sum;
     for (int64_t j = 0; j < cols; ++j) {
-      logit[j] = static_cast<T>(vector_exp(static_cast<S>(logit[j]) - largest) * factor);
+      const auto value = static_cast<S>(logit[j]);
+      logit[j] = static_cast<T>((keep ? value : vector_exp(value - largest)) * factor);
     }
     const S probability = vector_exp(wanted - largest) / sum;
     logit[targets[row]] = static_cast<T>((probability - 1) * static_cast<S>(scale));
@@ -145,10 +152,10 @@ constexpr Kernels<T> table() {
 
 }  // namespace
 
-const Kernels<float> kFloatKernels = table<float>();
-const Kernels<double> kDoubleKernels = table<double>();
+constinit const Kernels<float> kFloatKernels = table<float>();
+constinit const Kernels<double> kDoubleKernels = table<double>();
 #ifdef GROUP_MUON_TARGET_BF16
-const Kernels<c10::BFloat16> kBf16Kernels = table<c10::BFloat16>();
+constinit const Kernels<c10::BFloat16> kBf16Kernels = table<c10::BFloat16>();
 #endif
 
 }  // namespace gpt::GROUP_MUON_TARGET

@@ -7,12 +7,15 @@
 
 namespace gpt {
 
-// 2ⁿ·e^r with |r| ≤ ln 2 / 2: within 2 units in the last place; 0 below -87, for NaN NaN.
+// 2ⁿ·e^r with |r| ≤ ln 2 / 2, for x up to 88: within 2 units in the last place; 0 below -87, NaN for NaN. There is no
+// bound on x before the end, since compilers make branches of it.
 [[gnu::always_inline]] inline float vector_exp(float x) {
   constexpr float kLog2e = 1.44269504F, kLn2High = 0.693359375F, kLn2Low = -2.12194440e-4F;
-  const float bounded = x < -87.0F ? -87.0F : x > 88.0F ? 88.0F : x;
-  const float n = std::nearbyint(bounded * kLog2e);
-  const float r = bounded - n * kLn2High - n * kLn2Low;
+  // Adding 1.5·2²³ rounds to a whole number and leaves it in the lowest bits.
+  constexpr float kRound = 12582912.0F;
+  const float shifted = x * kLog2e + kRound;
+  const float n = shifted - kRound;
+  const float r = x - n * kLn2High - n * kLn2Low;
   float sum = 1.0F / 5040;
   sum = sum * r + 1.0F / 720;
   sum = sum * r + 1.0F / 120;
@@ -21,7 +24,7 @@ namespace gpt {
   sum = sum * r + 0.5F;
   sum = sum * r + 1.0F;
   sum = sum * r + 1.0F;
-  const auto power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  const auto power = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127) << 23);
   return x < -87.0F ? 0.0F : sum * power;
 }
 [[gnu::always_inline]] inline double vector_exp(double x) { return std::exp(x); }

@@ -125,10 +125,10 @@ const std::vector<Engine>& engines_here() {
   static const std::vector<Engine> engines = [] {
     const Engine most = most_allowed();
     std::vector<Engine> found = {Engine::kPortable};
-#define GROUP_MUON_ADD(target, engine)                                \
-  if (cpu_has(engine) && (most == Engine::kAuto || engine <= most)) { \
-    found.push_back(engine);                                          \
-  }
+    [[maybe_unused]] const auto add = [&](Engine engine) {
+      if (cpu_has(engine) && (most == Engine::kAuto || engine <= most)) found.push_back(engine);
+    };
+#define GROUP_MUON_ADD(target, engine, ...) add(Engine::engine);
     GROUP_MUON_FOR_TARGETS(GROUP_MUON_ADD)
 #undef GROUP_MUON_ADD
     return found;

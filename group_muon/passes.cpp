@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <numeric>
-#include <type_traits>
 #include <vector>
 
 #include "group_muon/passes_kernel.h"
@@ -25,20 +24,10 @@ void for_rows(const RowMap& map, Work&& work) {
 }
 
 template <typename T>
-const PassKernels<T>& kernels_of(Engine engine) {
-  if constexpr (std::is_same_v<T, float>) {
-#define GROUP_MUON_RETURN(target, its_engine) \
-  if (engine == its_engine) return target::kFloatPasses;
-    GROUP_MUON_FOR_TARGETS(GROUP_MUON_RETURN)
-#undef GROUP_MUON_RETURN
-  } else {
-#define GROUP_MUON_RETURN(target, its_engine) \
-  if (engine == its_engine) return target::kBf16Passes;
-    GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_RETURN)
-#undef GROUP_MUON_RETURN
-  }
-  TORCH_CHECK(false, "group_muon: engine ", to_string(engine), " has no such passes");
-}
+const PassKernels<T>& kernels_of(Engine engine);
+GROUP_MUON_DEFINE_LOOKUP(GROUP_MUON_FOR_TARGETS, kernels_of, kFloatPasses, PassKernels<float>)
+GROUP_MUON_DEFINE_LOOKUP(
+    GROUP_MUON_FOR_BF16_TARGETS, kernels_of, kBf16Passes, PassKernels<c10::BFloat16>)
 
 }  // namespace
 

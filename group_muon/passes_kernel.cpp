@@ -60,9 +60,9 @@ void update_row(int64_t cols, float decay, float step, const T* block, float* we
 
 }  // namespace
 
-const PassKernels<float> kFloatPasses = {momentum_row<float>, update_row<float>};
+constinit const PassKernels<float> kFloatPasses = {momentum_row<float>, update_row<float>};
 #ifdef GROUP_MUON_TARGET_BF16
-const PassKernels<BFloat16> kBf16Passes = {momentum_row<BFloat16>, update_row<BFloat16>};
+constinit const PassKernels<BFloat16> kBf16Passes = {momentum_row<BFloat16>, update_row<BFloat16>};
 #endif
 
 }  // namespace group_muon::GROUP_MUON_TARGET

@@ -16,17 +16,7 @@ struct PassKernels {
       nullptr;
 };
 
-#define GROUP_MUON_DECLARE(target, engine)      \
-  namespace target {                            \
-  extern const PassKernels<float> kFloatPasses; \
-  }
-GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE)
-#undef GROUP_MUON_DECLARE
-#define GROUP_MUON_DECLARE(target, engine)             \
-  namespace target {                                   \
-  extern const PassKernels<c10::BFloat16> kBf16Passes; \
-  }
-GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_DECLARE)
-#undef GROUP_MUON_DECLARE
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatPasses, PassKernels<float>)
+GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_DECLARE_TABLE, kBf16Passes, PassKernels<c10::BFloat16>)
 
 }  // namespace group_muon

@@ -21,25 +21,13 @@ constexpr int64_t kTilesTogether = 16;
 constexpr int64_t kStripEntries = 1 << 17;
 
 template <typename In, typename Out>
-const ProductKernels<In, Out>& kernels_of(Engine engine) {
-  if constexpr (std::is_same_v<In, float>) {
-#define GROUP_MUON_RETURN(target, its_engine) \
-  if (engine == its_engine) return target::kFloatProducts;
-    GROUP_MUON_FOR_TARGETS(GROUP_MUON_RETURN)
-#undef GROUP_MUON_RETURN
-  } else if constexpr (std::is_same_v<Out, float>) {
-#define GROUP_MUON_RETURN(target, its_engine) \
-  if (engine == its_engine) return target::kBf16ToFloatProducts;
-    GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_RETURN)
-#undef GROUP_MUON_RETURN
-  } else {
-#define GROUP_MUON_RETURN(target, its_engine) \
-  if (engine == its_engine) return target::kBf16Products;
-    GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_RETURN)
-#undef GROUP_MUON_RETURN
-  }
-  TORCH_CHECK(false, "group_muon: engine ", to_string(engine), " has no such products");
-}
+const ProductKernels<In, Out>& kernels_of(Engine engine);
+GROUP_MUON_DEFINE_LOOKUP(
+    GROUP_MUON_FOR_TARGETS, kernels_of, kFloatProducts, ProductKernels<float, float>)
+GROUP_MUON_DEFINE_LOOKUP(
+    GROUP_MUON_FOR_BF16_TARGETS, kernels_of, kBf16Products, ProductKernels<BFloat16, BFloat16>)
+GROUP_MUON_DEFINE_LOOKUP(
+    GROUP_MUON_FOR_BF16_TARGETS, kernels_of, kBf16ToFloatProducts, ProductKernels<BFloat16, float>)
 
 // Scratch memory of this thread, kept from product to product.
 float* room_in(std::vector<float>& memory, int64_t size) {
@@ -226,11 +214,53 @@ void multiply_symmetric_shared(Engine engine, const Product<In, Out>& product) {
   run(engine, product, /*symmetric=*/true, /*shared=*/true);
 }
 
-#define GROUP_MUON_INSTANTIATE(In, Out)                              \
-  template void multiply(Engine, const Product<In, Out>&);           \
-  template void multiply_symmetric(Engine, const Product<In, Out>&); \
-  template void multiply_shared(Engine, const Product<In, Out>&);    \
-  template void multiply_symmetric_shared(Engine, const Product<In, Out>&);
+template <typename In>
+void pack(Engine engine, const MatrixView<const In>& b, bool transpose, PackedRight<In>& packed) {
+  const auto& kernels = kernels_of<In, float>(engine);
+  packed.depth = transpose ? b.cols : b.rows;
+  packed.cols = transpose ? b.rows : b.cols;
+  const Product<In, float> product{.b = b, .out = {.cols = packed.cols}, .transpose_b = transpose};
+  const int64_t panels = parts(packed.cols, kernels.panel);
+  float* to = room_in(packed.entries, panels * kernels.panel * entries<In>(packed.depth));
+  for (int64_t begin = 0; begin < packed.depth; begin += kernels.depth) {
+    const Span k{begin, std::min(begin + kernels.depth, packed.depth)};
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      kernels.pack_right(product, k, panel, to);
+      to += entries<In>(k.size()) * kernels.panel;
+    }
+  }
+}
+
+template <typename In, typename Out>
+void multiply_packed(
+    Engine engine, const Product<In, Out>& product, const PackedRight<In>& packed) {
+  const auto& kernels = kernels_of<In, Out>(engine);
+  const int64_t panels = parts(product.out.cols, kernels.panel);
+  const int64_t packed_panels = parts(packed.cols, kernels.panel);
+  const float* right = packed.entries.data();
+  for (int64_t begin = 0; begin < product.depth(); begin += kernels.depth) {
+    const Span k{begin, std::min(begin + kernels.depth, product.depth())};
+    // A panel may be deeper than this product.
+    const int64_t size = entries<In>(std::min(kernels.depth, packed.depth - begin)) * kernels.panel;
+    const int64_t group = entries<In>(k.size()) * kernels.panel == size ? panels : 1;
+    for (int64_t panel = 0; panel < panels; panel += group) {
+      kernels.compute(
+          product, k, {0, product.out.rows}, {panel, panel + group}, nullptr, right + panel * size,
+          /*upper=*/false);
+    }
+    right += packed_panels * size;
+  }
+}
+
+template void pack(Engine, const MatrixView<const BFloat16>&, bool, PackedRight<BFloat16>&);
+template void pack(Engine, const MatrixView<const float>&, bool, PackedRight<float>&);
+
+#define GROUP_MUON_INSTANTIATE(In, Out)                                     \
+  template void multiply(Engine, const Product<In, Out>&);                  \
+  template void multiply_symmetric(Engine, const Product<In, Out>&);        \
+  template void multiply_shared(Engine, const Product<In, Out>&);           \
+  template void multiply_symmetric_shared(Engine, const Product<In, Out>&); \
+  template void multiply_packed(Engine, const Product<In, Out>&, const PackedRight<In>&);
 GROUP_MUON_INSTANTIATE(BFloat16, BFloat16)
 GROUP_MUON_INSTANTIATE(BFloat16, float)
 GROUP_MUON_INSTANTIATE(float, float)

@@ -5,6 +5,7 @@
 #include <c10/util/BFloat16.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "group_muon/engine.h"
 
@@ -54,5 +55,22 @@ template <typename In, typename Out>
 void multiply_shared(Engine engine, const Product<In, Out>& product);
 template <typename In, typename Out>
 void multiply_symmetric_shared(Engine engine, const Product<In, Out>& product);
+
+/// The right side of several products, rearranged once for all of them.
+template <typename In>
+struct PackedRight {
+  int64_t depth = 0;
+  int64_t cols = 0;
+  std::vector<float> entries = {};
+};
+
+/// Packs B, or Bᵀ if `transpose`. Memory of an earlier use is used again.
+template <typename In>
+void pack(Engine engine, const MatrixView<const In>& b, bool transpose, PackedRight<In>& packed);
+
+/// A product in this thread with B as it was packed, or with its first rows and columns: as many as A and `out` have.
+/// A is not transposed. In bf16 the first rows are an even number, or all.
+template <typename In, typename Out>
+void multiply_packed(Engine engine, const Product<In, Out>& product, const PackedRight<In>& packed);
 
 }  // namespace group_muon

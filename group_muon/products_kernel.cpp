@@ -147,6 +147,7 @@ void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
 // Tiles of Aᵀ, several at a time, so that whole cache lines of a row are used.
 void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float* packed) {
   constexpr int64_t kTogether = 12;
+  constexpr bool kOneStore = kTileRows < kLanes && 2 * kTileRows > kLanes;
   const int64_t size = at.rows * kTileRows;
   for (int64_t first = tiles.begin; first < tiles.end; first += kTogether) {
     const int64_t last = std::min(first + kTogether, tiles.end);
@@ -156,7 +157,9 @@ void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float*
       for (int64_t tile = first; tile < last; ++tile) {
         float* entries = to + (tile - first) * size;
         const int64_t begin = tile * kTileRows, left = at.cols - begin;
-        if (left >= kTileRows) {
+        if (kOneStore && left >= kLanes && k + 1 < at.rows) {
+          Vec::loadu(row + begin).store(entries);  // the next entry overwrites what is too much
+        } else if (left >= kTileRows) {
           std::memcpy(entries, row + begin, kTileRows * sizeof(float));
         } else {
           for (int64_t i = 0; i < kTileRows; ++i) entries[i] = i < left ? row[begin + i] : 0;
@@ -376,11 +379,13 @@ constexpr ProductKernels<In, Out> table(int64_t depth) {
 
 }  // namespace
 
-const ProductKernels<float, float> kFloatProducts = table<float, float>(kFloatDepth);
+constinit const ProductKernels<float, float> kFloatProducts = table<float, float>(kFloatDepth);
 
 #ifdef GROUP_MUON_TARGET_BF16
-const ProductKernels<BFloat16, BFloat16> kBf16Products = table<BFloat16, BFloat16>(kAnyDepth);
-const ProductKernels<BFloat16, float> kBf16ToFloatProducts = table<BFloat16, float>(kAnyDepth);
+constinit const ProductKernels<BFloat16, BFloat16> kBf16Products =
+    table<BFloat16, BFloat16>(kAnyDepth);
+constinit const ProductKernels<BFloat16, float> kBf16ToFloatProducts =
+    table<BFloat16, float>(kAnyDepth);
 #endif
 
 }  // namespace group_muon::GROUP_MUON_TARGET

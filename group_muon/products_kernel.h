@@ -43,18 +43,10 @@ constexpr int64_t entries(int64_t depth) {
   return (depth + kInEntry - 1) / kInEntry;
 }
 
-#define GROUP_MUON_DECLARE(target, engine)                  \
-  namespace target {                                        \
-  extern const ProductKernels<float, float> kFloatProducts; \
-  }
-GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE)
-#undef GROUP_MUON_DECLARE
-#define GROUP_MUON_DECLARE(target, engine)                                 \
-  namespace target {                                                       \
-  extern const ProductKernels<c10::BFloat16, c10::BFloat16> kBf16Products; \
-  extern const ProductKernels<c10::BFloat16, float> kBf16ToFloatProducts;  \
-  }
-GROUP_MUON_FOR_BF16_TARGETS(GROUP_MUON_DECLARE)
-#undef GROUP_MUON_DECLARE
+GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatProducts, ProductKernels<float, float>)
+GROUP_MUON_FOR_BF16_TARGETS(
+    GROUP_MUON_DECLARE_TABLE, kBf16Products, ProductKernels<c10::BFloat16, c10::BFloat16>)
+GROUP_MUON_FOR_BF16_TARGETS(
+    GROUP_MUON_DECLARE_TABLE, kBf16ToFloatProducts, ProductKernels<c10::BFloat16, float>)
 
 }  // namespace group_muon

@@ -6,16 +6,34 @@
 #include "group_muon/engine.h"
 
 #if defined(__x86_64__)
-/// Calls X(namespace, engine) for each, the best last.
-#define GROUP_MUON_FOR_TARGETS(X) \
-  X(avx2, Engine::kAvx2)          \
-  X(avx512, Engine::kAvx512)      \
-  X(avx512_bf16, Engine::kAvx512Bf16)
-#define GROUP_MUON_FOR_BF16_TARGETS(X) X(avx512_bf16, Engine::kAvx512Bf16)
+/// Calls X(namespace, engine, …) for each target, the best last.
+#define GROUP_MUON_FOR_TARGETS(X, ...) \
+  X(avx2, kAvx2, __VA_ARGS__)          \
+  X(avx512, kAvx512, __VA_ARGS__)      \
+  X(avx512_bf16, kAvx512Bf16, __VA_ARGS__)
+/// The same for the targets that compute in bf16.
+#define GROUP_MUON_FOR_BF16_TARGETS(X, ...) X(avx512_bf16, kAvx512Bf16, __VA_ARGS__)
 #elif defined(__aarch64__)
-#define GROUP_MUON_FOR_TARGETS(X) X(neon, Engine::kNeon)
-#define GROUP_MUON_FOR_BF16_TARGETS(X)
+#define GROUP_MUON_FOR_TARGETS(X, ...) X(neon, kNeon, __VA_ARGS__)
+#define GROUP_MUON_FOR_BF16_TARGETS(X, ...)
 #else
-#define GROUP_MUON_FOR_TARGETS(X)
-#define GROUP_MUON_FOR_BF16_TARGETS(X)
+#define GROUP_MUON_FOR_TARGETS(X, ...)
+#define GROUP_MUON_FOR_BF16_TARGETS(X, ...)
 #endif
+
+/// Declares a target's table: GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kName, Type<…>)
+#define GROUP_MUON_DECLARE_TABLE(target, its_engine, name, ...) \
+  namespace target {                                            \
+  extern constinit const __VA_ARGS__ name;                      \
+  }
+
+/// Defines a function that returns the table of an engine; engines without one are refused:
+/// GROUP_MUON_DEFINE_LOOKUP(GROUP_MUON_FOR_TARGETS, kernels_of, kName, Type<…>)
+#define GROUP_MUON_DEFINE_LOOKUP(for_targets, function, name, ...)                                \
+  template <>                                                                                     \
+  const __VA_ARGS__& function(::group_muon::Engine engine) {                                      \
+    for_targets(GROUP_MUON_RETURN_TABLE, name);                                                   \
+    TORCH_CHECK(false, "group_muon: engine ", ::group_muon::to_string(engine), " has no " #name); \
+  }
+#define GROUP_MUON_RETURN_TABLE(target, its_engine, name) \
+  if (engine == ::group_muon::Engine::its_engine) return target::name;

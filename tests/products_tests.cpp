@@ -103,6 +103,41 @@ TEST_F(ProductsTest, AnyShapeTransposedOrNot) {
 }
 
 template <typename In, typename Out>
+void check_packed() {
+  for (const auto [depth, cols] : std::vector<std::array<int64_t, 2>>{
+           {1, 1}, {16, 128}, {128, 16}, {130, 50}, {700, 33}, {1100, 64}}) {
+    for (const bool transpose : {false, true}) {
+      const Tensor b = torch::randn({depth, cols}).to(kType<In>);
+      const Tensor there = transpose ? b.t().contiguous() : b;
+      PackedRight<In> packed;
+      pack(kEngine, view<const In>(torch::randn({90, 90}).to(kType<In>)), false, packed);
+      pack(kEngine, view<const In>(there), transpose, packed);  // over what was there
+      for (const auto [k, n] : std::vector<std::array<int64_t, 2>>{
+               {depth, cols}, {depth, (cols + 1) / 2}, {(depth + 3) / 4 * 2, cols}}) {
+        if (k > depth) continue;
+        const Tensor a = torch::randn({33, k}).to(kType<In>);
+        const Tensor out = torch::full({33, n}, 7, kType<Out>), same = torch::empty_like(out);
+        Product<In, Out> product{
+            .a = view<const In>(a), .b = {}, .out = view<Out>(out), .alpha = 0.5F};
+        multiply_packed(kEngine, product, packed);
+        const Tensor part = b.narrow(0, 0, k).narrow(1, 0, n).contiguous();
+        EXPECT_LT(error(out, 0.5 * wide(a).mm(wide(part))), kTolerance<Out>) << k << " " << n;
+        product.b = view<const In>(part);
+        product.out = view<Out>(same);
+        multiply(kEngine, product);
+        EXPECT_TRUE(out.equal(same)) << k << " " << n;
+      }
+    }
+  }
+}
+
+TEST_F(ProductsTest, WhatIsPackedOnceGivesTheSameProducts) {
+  if (kHasBf16) check_packed<c10::BFloat16, c10::BFloat16>();
+  if (kHasBf16) check_packed<c10::BFloat16, float>();
+  check_packed<float, float>();
+}
+
+template <typename In, typename Out>
 void check_symmetric() {
   for (const auto [n, k] : std::vector<std::array<int64_t, 2>>{
            {1, 1}, {5, 3}, {16, 32}, {48, 64}, {49, 31}, {64, 100}, {97, 101}, {200, 48}}) {

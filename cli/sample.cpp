@@ -47,7 +47,7 @@ gpt::Vocabulary vocabulary_of(const train::Place& place, const std::string& give
 void run(const SampleArguments& arguments) {
   const auto place = train::locate(arguments.run);
   const std::string checkpoint = choose(place, arguments);
-  const auto config = train::configure(train::read_settings(place.run + "/config.toml"));
+  const auto config = train::configure(train::read_options(place.run + "/config.toml"));
   gpt::Model model(train::model_shape(config), torch::kFloat32, /*seed=*/0);
   train::load_weights(checkpoint, model);
 

@@ -22,7 +22,7 @@ namespace {
 struct TrainArguments {
   std::string file;
   const CLI::Option* resume = nullptr;
-  train::Settings flags;
+  train::Options flags;
   bool profile = false;
 };
 
@@ -58,17 +58,17 @@ void say_profile(const train::Outcome& outcome) {
 }
 
 void run(const TrainArguments& arguments) {
-  train::Settings settings;
-  if (!arguments.file.empty()) settings = train::read_settings(arguments.file);
-  settings.insert(settings.end(), arguments.flags.begin(), arguments.flags.end());
+  train::Options options;
+  if (!arguments.file.empty()) options = train::read_options(arguments.file);
+  options.insert(options.end(), arguments.flags.begin(), arguments.flags.end());
   catch_stop_signals();
   train::Outcome outcome;
   if (arguments.resume == nullptr || arguments.resume->empty()) {
-    train::Config config = train::configure(settings);
+    train::Config config = train::configure(options);
     if (config.out.empty()) config.out = folder_by_time();
     outcome = train::train(config, make_listener(config.steps, config.log_interval));
   } else {
-    const train::Run run = train::open_run(arguments.resume->as<std::string>(), settings);
+    const train::Run run = train::open_run(arguments.resume->as<std::string>(), options);
     outcome = train::resume(run, make_listener(run.config.steps, run.config.log_interval));
   }
   end_live();

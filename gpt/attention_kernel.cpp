@@ -141,7 +141,7 @@ void for_tiles(int64_t tokens, Use&& use) {
 
 // Runs work(batch, kv head, tiles) for all of them; tiles are each thread's own.
 template <typename T, typename Work>
-void for_kv_heads(const AttentionShape& shape, Work&& work) {
+void for_kv_heads(const AttentionSizes& shape, Work&& work) {
   group_muon::share_out(shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     Tiles<T> tiles(tile_rows(shape.tokens), shape.tokens, shape.head_dim);
     for (int64_t i = begin; i < end; ++i) work(i / shape.kv_heads, i % shape.kv_heads, tiles);
@@ -151,7 +151,7 @@ void for_kv_heads(const AttentionShape& shape, Work&& work) {
 // A head's columns of a token-major matrix: [tokens, head_dim].
 template <typename T>
 MatrixView<T> head_view(
-    const AttentionShape& shape, T* matrix, int64_t stride, int64_t batch, int64_t head) {
+    const AttentionSizes& shape, T* matrix, int64_t stride, int64_t batch, int64_t head) {
   return {
       matrix + batch * shape.tokens * stride + head * shape.head_dim, shape.tokens, shape.head_dim,
       stride};
@@ -163,13 +163,13 @@ MatrixView<T> rows_of(const MatrixView<T>& view, int64_t first, int64_t rows) {
 }
 
 // Where in a row the kv head's keys and values are, counted in heads.
-int64_t key_head(const AttentionShape& shape, int64_t kv_head) { return shape.heads + kv_head; }
-int64_t value_head(const AttentionShape& shape, int64_t kv_head) {
+int64_t key_head(const AttentionSizes& shape, int64_t kv_head) { return shape.heads + kv_head; }
+int64_t value_head(const AttentionSizes& shape, int64_t kv_head) {
   return shape.heads + shape.kv_heads + kv_head;
 }
 
 template <typename S>
-S score_scale(const AttentionShape& shape) {
+S score_scale(const AttentionSizes& shape) {
   return 1 / std::sqrt(static_cast<S>(shape.head_dim));
 }
 
@@ -210,7 +210,7 @@ void softmax_row_backward(
 
 template <typename T>
 void attention(
-    const AttentionShape& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums) {
+    const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums) {
   using S = Sum<T>;
   const int64_t half = shape.head_dim / 2, shared = shape.heads / shape.kv_heads;
   const S scale = score_scale<S>(shape);
@@ -247,7 +247,7 @@ void attention(
 
 template <typename T>
 void attention_backward(
-    const AttentionShape& shape, const Rotary<Sum<T>>& rotary, const T* qkv, const T* out,
+    const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, const T* qkv, const T* out,
     const Sum<T>* log_sums, const T* out_grad, T* qkv_grad) {
   using S = Sum<T>;
   const int64_t size = shape.head_dim, half = size / 2, shared = shape.heads / shape.kv_heads;

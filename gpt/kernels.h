@@ -20,7 +20,7 @@ using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 constexpr double kNormEps = 1e-6;
 
 /// Queries, keys and values of a token lie in one row: heads·size, then kv_heads·size twice.
-struct AttentionShape {
+struct AttentionSizes {
   int64_t batch = 0;
   int64_t tokens = 0;
   int64_t heads = 0;
@@ -84,12 +84,12 @@ struct AttentionKernels {
   /// ([batch·tokens, width]) and the logarithm of each softmax's sum to `log_sums` ([batch, heads,
   /// tokens]).
   void (*forward)(
-      const AttentionShape& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums) = nullptr;
+      const AttentionSizes& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums) = nullptr;
 
   /// From the gradient by `out` that by `qkv` as it was before it was turned. `qkv`, `out` and `log_sums`
   /// are what forward() left.
   void (*backward)(
-      const AttentionShape& shape, const Rotary<S>& rotary, const T* qkv, const T* out,
+      const AttentionSizes& shape, const Rotary<S>& rotary, const T* qkv, const T* out,
       const S* log_sums, const T* out_grad, T* qkv_grad) = nullptr;
 };
 

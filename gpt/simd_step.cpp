@@ -126,7 +126,7 @@ class SimdStepOf : public SimdStep {
 
   void prepare(int64_t batch, int64_t tokens, bool with_gradients) {
     const auto timed = Timed(profile_, Part::kWeights);
-    attention_shape_ = {batch, tokens, shape_.heads, shape_.key_heads(), shape_.head_dim()};
+    attention_sizes_ = {batch, tokens, shape_.heads, shape_.key_heads(), shape_.head_dim()};
     rows_ = batch * tokens;
     refresh(embedding_, weights_.wte, with_gradients);
     for (int64_t i = 0; i < shape_.layers; ++i) {
@@ -281,13 +281,13 @@ class SimdStepOf : public SimdStep {
       const Layer& weights = layers_[i];
       Layer& layer = saved(i, with_gradients);
       normalize(layer.normal1, layer.inverse1);
-      const auto qkv = room_for<T>(layer.qkv, attention_shape_.row());
+      const auto qkv = room_for<T>(layer.qkv, attention_sizes_.row());
       const auto heads = room_for<T>(layer.heads, width);
       linear(matrix<const T>(layer.normal1, rows_, width), weights.qkv_weight, qkv);
       {
         const auto timed = Timed(profile_, Part::kAttention);
         attention_.forward(
-            attention_shape_, rotary(), qkv.data, heads.data,
+            attention_sizes_, rotary(), qkv.data, heads.data,
             room<S>(layer.log_sums, rows_, shape_.heads));
       }
       linear(readable(heads), weights.out_weight, stream, attention_scale(), /*add=*/true);
@@ -343,7 +343,7 @@ class SimdStepOf : public SimdStep {
         last_normal_, last_inverse_, normal_grad_.const_data_ptr<S>(), /*begin=*/true, S{1});
     const auto layer_grad = matrix<const T>(layer_grad_, rows_, width);
     const auto wide_grad = room_for<T>(wide_grad_, kMlp * width);
-    const auto qkv_grad = room_for<T>(wide_grad_, attention_shape_.row());
+    const auto qkv_grad = room_for<T>(wide_grad_, attention_sizes_.row());
     const auto narrow_grad = room_for<T>(narrow_grad_, width);
     for (int64_t i = shape_.layers; i-- > 0;) {
       Layer& layer = layers_[i];
@@ -366,7 +366,7 @@ class SimdStepOf : public SimdStep {
       {
         const auto timed = Timed(profile_, Part::kAttention);
         attention_.backward(
-            attention_shape_, rotary(), layer.qkv.template const_data_ptr<T>(),
+            attention_sizes_, rotary(), layer.qkv.template const_data_ptr<T>(),
             layer.heads.template const_data_ptr<T>(), layer.log_sums.template const_data_ptr<S>(),
             narrow_grad.data, qkv_grad.data);
       }
@@ -387,7 +387,7 @@ class SimdStepOf : public SimdStep {
   ModelShape shape_;
   Weights weights_;
   Profile& profile_;
-  AttentionShape attention_shape_;
+  AttentionSizes attention_sizes_;
   int64_t rows_ = 0;  // tokens of the batch
   Copy embedding_;
   std::vector<Layer> layers_;

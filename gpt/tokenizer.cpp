@@ -285,18 +285,6 @@ void Vocabulary::save_tiktoken(const std::string& path) const {
   if (!file) throw std::runtime_error("cannot write '" + path + "'");
 }
 
-std::string Vocabulary::decode(const std::vector<uint32_t>& ids) const {
-  std::string text;
-  for (const auto id : ids) {
-    if (id > end_of_text()) {
-      throw std::runtime_error(
-          "token " + std::to_string(id) + " is not in the vocabulary of " + std::to_string(size()));
-    }
-    text += id == end_of_text() ? "<|endoftext|>" : tokens_[id];
-  }
-  return text;
-}
-
 void Encoder::encode(std::string_view text, std::vector<uint32_t>& ids) {
   for (size_t at = 0; at < text.size();) {
     const auto piece = text.substr(at, piece_length(text, at));

@@ -37,9 +37,6 @@ class Vocabulary {
   uint32_t find(std::string_view bytes) const;
   static constexpr uint32_t kNone = UINT32_MAX;
 
-  /// The bytes of ids; the end of a document becomes "<|endoftext|>".
-  std::string decode(const std::vector<uint32_t>& ids) const;
-
  private:
   std::vector<std::string> tokens_;
   std::vector<uint32_t> slots_;  // open addressing: ids, kNone where empty

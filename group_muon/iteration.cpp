@@ -21,7 +21,7 @@ constexpr double kPolarExpressGramMargin = 1.05;
 
 const std::vector<Coefficients>& named_list(std::string_view name) {
   static const std::vector<Coefficients> quintic = {{3.4445, -4.7750, 2.0315}};
-  static const std::vector<Coefficients> you = {
+  static const std::vector<Coefficients> you_jiacheng = {
       {4.0848, -6.8946, 2.9270},
       {3.9505, -6.3029, 2.6377},
       {3.7418, -5.5913, 2.3037},
@@ -35,10 +35,10 @@ const std::vector<Coefficients>& named_list(std::string_view name) {
       {2.300652019954817, -1.6689039845747493, 0.4188073119525673}};
   if (name == "quintic") return quintic;
   if (name == "polar_express") return polar_express;
-  if (name == "you") return you;
+  if (name == "you_jiacheng" || name == "you") return you_jiacheng;  // "you": its old name
   TORCH_CHECK_VALUE(
       false, "group_muon: unknown coefficients '", name,
-      "': use quintic, polar_express, you, or a list of (a, b, c)");
+      "': use quintic, polar_express, you_jiacheng, or a list of (a, b, c)");
 }
 
 // The iteration for inputs a factor `margin` too large: p(x / margin).

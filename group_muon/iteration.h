@@ -34,7 +34,7 @@ constexpr bool is_gram(Method method) {
 }
 constexpr bool may_be_gram(Method method) { return is_gram(method) || method == Method::kAuto; }
 
-/// Named lists: quintic (Muon's), polar_express, you. `steps` entries, the last repeated where the
+/// Named lists: quintic (Muon's), polar_express, you_jiacheng. `steps` entries, the last repeated where the
 /// list is shorter, then `tail_steps` of (2, -1.5, 0.5), which converge to σ = 1. Polar Express is
 /// tuned for σ ≤ 1, so it gets a margin against rounding, a larger one for what may be a Gram method.
 std::vector<Coefficients> coefficient_list(

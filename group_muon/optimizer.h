@@ -42,7 +42,7 @@ struct GroupMuonOptions : public torch::optim::OptimizerCloneableOptions<GroupMu
   /// newton_schulz; gram, the same polynomial for less work; accurate_gram, with less rounding; exact;
   /// auto: gram where an engine of our own runs, else newton_schulz.
   TORCH_ARG(std::string, method) = "auto";
-  /// quintic, polar_express, you.
+  /// quintic, polar_express, you_jiacheng.
   TORCH_ARG(std::string, coefficients) = "quintic";
   /// Own coefficients a₁, b₁, c₁, a₂, …, one triple a step, instead of the named ones.
   TORCH_ARG(std::vector<double>, custom_coefficients);

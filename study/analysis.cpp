@@ -78,7 +78,7 @@ void compare(const std::string& baseline, VariantSummary& summary) {
     }
     std::vector<double> p;
     for (auto& [setting, differences] : family) {
-      Comparison comparison;
+      BaselineComparison comparison;
       comparison.family = static_cast<int64_t>(family.size());
       comparison.difference = paired(differences, comparison.family);
       comparison.exploratory = exploratory;
@@ -94,7 +94,7 @@ void compare(const std::string& baseline, VariantSummary& summary) {
 
 VariantSummary summarize_variant(
     const Study& study, const Results& results, const std::string& name,
-    const train::Settings& options, const std::vector<std::string>& settings) {
+    const train::Options& options, const std::vector<std::string>& settings) {
   VariantSummary summary{name, options, {}};
   for (const auto& setting : settings) {
     summary.settings.push_back(summarize_setting(results, setting, name));

@@ -26,7 +26,7 @@ std::string to_string(Mark mark);
 Mark mark_of(const Paired& difference);
 
 /// A setting against a baseline. The exploratory ones are a family of comparisons, the others another.
-struct Comparison {
+struct BaselineComparison {
   Paired difference;  // loss less the baseline's, seed by seed
   bool exploratory = true;
   int64_t family = 0;      // how many comparisons there are in its own
@@ -43,12 +43,12 @@ struct Band {
 
 struct SettingSummary {
   std::string name, title;
-  train::Settings own;               // its options, if the study file itself describes it
+  train::Options own;                // its options, if the study file itself describes it
   std::map<int64_t, double> losses;  // by seed
   Summary loss;
   int64_t failed = 0;  // seeds whose run failed, or cannot be read
   bool exploratory = true;
-  std::map<std::string, Comparison>
+  std::map<std::string, BaselineComparison>
       against;  // by baseline; none against itself or without common seeds
   double tokens_per_second = kUnknown, slowest = kUnknown, fastest = kUnknown;
   double optimizer_share = kUnknown, seconds = kUnknown;
@@ -59,7 +59,7 @@ struct SettingSummary {
 /// Runs of one variant; the empty name is the study itself.
 struct VariantSummary {
   std::string name;
-  train::Settings options;
+  train::Options options;
   std::vector<SettingSummary> settings;
 
   const SettingSummary* find(const std::string& setting) const;

@@ -78,7 +78,7 @@ std::string shape_key(train::Config config) {
   config.seed = config.perturb = 0;
   config.steps = config.warmdown = config.validation_interval = 1;
   config.muon_lr = config.adamw_lr = 0;
-  config.qkv = "three-way";
+  config.qkv = "split";
   config.qk_group = config.v_group = "all";
   return train::to_toml(config);
 }

@@ -93,10 +93,10 @@ const char* why_not_of_a_setting(const train::Key& key) {
 }
 
 // Options of `group-muon train`, checked one by one.
-train::Settings options_of(
+train::Options options_of(
     const toml::table& table, const fs::path& folder,
     const std::function<const char*(const train::Key&)>& refuse) {
-  train::Settings options;
+  train::Options options;
   for (const auto& [word, value] : table) {
     const auto& key = train::find_key(word.str());
     const char* why = refuse(key);
@@ -110,9 +110,9 @@ train::Settings options_of(
 }
 
 // A configuration file of `group-muon train`, but for what the study decides.
-train::Settings base_of(const fs::path& path) {
-  train::Settings options;
-  for (auto [key, value] : train::read_settings(path.string())) {
+train::Options base_of(const fs::path& path) {
+  train::Options options;
+  for (auto [key, value] : train::read_options(path.string())) {
     if (why_not(key) != nullptr) continue;
     if (key == "init" && !value.empty()) value = fs::absolute(value).lexically_normal().string();
     options.emplace_back(key, value);
@@ -356,7 +356,7 @@ std::string to_toml(const Study& study) {
 std::vector<PlannedRun> make_plan(const Study& study) {
   std::vector<PlannedRun> plan;
   const auto add = [&](const std::string& setting, const std::string& variant, int64_t seed,
-                       const train::Settings& more) {
+                       const train::Options& more) {
     PlannedRun run;
     run.name = c10::str(variant, variant.empty() ? "" : "/", setting, "/seed-", seed);
     run.setting = setting;

@@ -19,14 +19,14 @@ struct Variant {
   std::string name;
   std::vector<std::string> settings;
   int64_t seeds = 1;
-  train::Settings options;
+  train::Options options;
 };
 
 /// What a study file says.
 struct Study {
   std::string data;                           // shards; empty: not said
   bool keep_checkpoints = true;               // of runs that are finished
-  train::Settings options;                    // of every run: those of its base, then its own
+  train::Options options;                     // of every run: those of its base, then its own
   std::vector<Setting> own_settings;          // that the file describes, run like the others
   std::vector<std::string> settings;          // names, its own among them
   int64_t seeds = 1;                          // of each
@@ -53,7 +53,7 @@ struct PlannedRun {
   std::string setting;
   std::string variant;  // empty: none; "noise": A/A
   int64_t seed = 0;
-  train::Settings options;  // all but the data and the folder
+  train::Options options;  // all but the data and the folder
 };
 
 /// Seed by seed, so that every setting has some before any has all.

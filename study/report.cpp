@@ -27,7 +27,7 @@ Json to_json(const Band& band) {
       {"high", band.high}};
 }
 
-Json to_json(const Comparison& comparison) {
+Json to_json(const BaselineComparison& comparison) {
   const auto& difference = comparison.difference;
   return {
       {"count", difference.count},

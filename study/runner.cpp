@@ -33,12 +33,12 @@ double seconds_since(Clock::time_point start) {
 }
 
 // Every key, so that one that left the study file is noticed, too.
-train::Settings settings_of(const train::Config& config) {
-  train::Settings settings;
+train::Options options_of(const train::Config& config) {
+  train::Options options;
   for (const auto& key : train::config_keys()) {
-    settings.emplace_back(key.name, train::get(config, key));
+    options.emplace_back(key.name, train::get(config, key));
   }
-  return settings;
+  return options;
 }
 
 // Says why in the log; only calls that a signal handler could make.
@@ -341,12 +341,12 @@ RunEnd run_here(
     const auto config = config_of(folder, run, threads, device);
     const bool begun = fs::exists(path + "/config.toml");
     const auto outcome =
-        begun ? train::resume(
-                    train::open_run(
-                        path, settings_of(train::filled_in(config, train::config_of_run(path))),
-                        lock),
-                    listener)
-              : train::train(config, listener, lock);
+        begun
+            ? train::resume(
+                  train::open_run(
+                      path, options_of(train::filled_in(config, train::config_of_run(path))), lock),
+                  listener)
+            : train::train(config, listener, lock);
     if (outcome.stopped) return RunEnd::kStopped;
     record_result(path, outcome.validation_loss);
     drop_checkpoints();

@@ -22,8 +22,8 @@ std::string grouping(int g, const std::string& rule) {
 }
 
 // All that a setting is, so that nothing of a base configuration is left.
-train::Settings groups(const std::string& qk, const std::string& v) {
-  return {{"qkv", "three-way"}, {"qk-group", qk}, {"k-group", ""}, {"v-group", v}};
+train::Options groups(const std::string& qk, const std::string& v) {
+  return {{"qkv", "split"}, {"qk-group", qk}, {"k-group", ""}, {"v-group", v}};
 }
 
 // A row of the table's lower part: what its settings are called, and what is grouped.

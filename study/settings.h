@@ -12,7 +12,7 @@ namespace study {
 struct Setting {
   std::string name;   // of its folder, too
   std::string title;  // as a person reads it
-  train::Settings options;
+  train::Options options;
 };
 
 /// All 33 that Table 1 comes to, in its order, and three-way Full-QKV, which is ours.

@@ -16,7 +16,7 @@ std::string number(double value, const char* pattern = "%.4f") {
   return std::isfinite(value) ? format(pattern, value) : "–";
 }
 
-std::string sign_of(const Comparison& comparison) {
+std::string sign_of(const BaselineComparison& comparison) {
   switch (comparison.mark) {
     case Mark::kBetter:
       return comparison.exploratory ? " △" : " ▲";

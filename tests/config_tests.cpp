@@ -11,10 +11,10 @@ namespace {
 
 using namespace train;  // NOLINT(google-build-using-namespace)
 
-Config with(const Settings& settings) { return configure(settings); }
+Config with(const Options& settings) { return configure(settings); }
 
 // What the optimizer does with Q, K and V, as the layout's text.
-std::string layout_text(const Settings& settings) {
+std::string layout_text(const Options& settings) {
   const auto options = optimizer_options(with(settings));
   return options.layouts.empty() ? "plain" : group_muon::to_string(options.layouts[0].second);
 }
@@ -41,7 +41,7 @@ TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
         key.member);
   }
   std::ofstream(folder / "config.toml") << to_toml(config);
-  EXPECT_EQ(configure(read_settings(folder / "config.toml")), config);
+  EXPECT_EQ(configure(read_options(folder / "config.toml")), config);
 }
 
 TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
@@ -66,7 +66,7 @@ TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
 }
 
 TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
-  const Config config = configure(read_settings(GROUP_MUON_SOURCE "/configs/gpt2-record4.toml"));
+  const Config config = configure(read_options(GROUP_MUON_SOURCE "/configs/gpt2-record4.toml"));
   check(config);
   EXPECT_EQ(
       model_shape(config), (gpt::ModelShape{
@@ -99,7 +99,7 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
   EXPECT_EQ(config.base_scale, "sqrt_max");
   EXPECT_EQ(config.muon_weight_decay, 0);
   EXPECT_EQ(config.clip, 0);
-  EXPECT_EQ(config.qkv, "three-way");
+  EXPECT_EQ(config.qkv, "split");
   EXPECT_EQ(config.qk_group, "all");
   EXPECT_EQ(config.v_group, "all");
   EXPECT_EQ(config.steps, 6200);
@@ -111,9 +111,9 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
 }
 
 TEST(ConfigTest, ThePapersFileAndItsBaselinesFit) {
-  const Settings paper = read_settings(GROUP_MUON_SOURCE "/configs/gpt2-paper.toml");
-  const auto with_more = [&](const Settings& more) {
-    Settings all = paper;
+  const Options paper = read_options(GROUP_MUON_SOURCE "/configs/gpt2-paper.toml");
+  const auto with_more = [&](const Options& more) {
+    Options all = paper;
     all.insert(all.end(), more.begin(), more.end());
     check(configure(all));
     return configure(all);
@@ -128,7 +128,7 @@ TEST(ConfigTest, UnknownKeysAreErrorsWithTheNearestName) {
   const TemporaryFolder folder;
   const auto error_of_file = [&](const char* text) {
     std::ofstream(folder / "config.toml") << text;
-    return error_of([&] { read_settings(folder / "config.toml"); });
+    return error_of([&] { read_options(folder / "config.toml"); });
   };
   EXPECT_NE(
       error_of_file("[muon]\nqk-grop = \"2\"\n").find("did you mean 'qk-group'?"),
@@ -139,7 +139,7 @@ TEST(ConfigTest, UnknownKeysAreErrorsWithTheNearestName) {
   EXPECT_EQ(far.find("did you mean"), std::string::npos);
   EXPECT_NE(error_of_file("[run]\nlayers = 2\n").find("belongs under [model]"), std::string::npos);
   EXPECT_NE(error_of_file("layers = 2\n").find("belongs under [model]"), std::string::npos);
-  EXPECT_ERROR_SAYS(read_settings(folder.path()), "there is no file");
+  EXPECT_ERROR_SAYS(read_options(folder.path()), "there is no file");
   EXPECT_NE(error_of_file("[run\n").find("config.toml"), std::string::npos);
   EXPECT_NE(error_of_file("[model]\nlayers = [1, 2]\n").find("layers"), std::string::npos);
 }
@@ -152,10 +152,16 @@ TEST(ConfigTest, ValuesOfTheWrongKindAreRefusedByName) {
   EXPECT_EQ(with({{"muon-lr", "1"}}).muon_lr, 1);
 }
 
+TEST(ConfigTest, ValuesOfEarlierVersionsAreReadUnderTheirPresentNames) {
+  EXPECT_EQ(with({{"qkv", "three-way"}}).qkv, "split");
+  EXPECT_EQ(with({{"coefficients", "you"}}).coefficients, "you_jiacheng");
+  EXPECT_EQ(with({{"qkv", "packed"}}).qkv, "packed");
+}
+
 TEST(ConfigTest, TheLastSettingWins) { EXPECT_EQ(with({{"steps", "5"}, {"steps", "9"}}).steps, 9); }
 
 TEST(ConfigTest, ValuesThatMakeNoSenseAreRefusedByName) {
-  const auto check_with = [](const Settings& settings) { check(with(settings)); };
+  const auto check_with = [](const Options& settings) { check(with(settings)); };
   check_with({});
   EXPECT_ERROR_SAYS(check_with({{"batch", "0"}}), "batch should be from 1 to");
   EXPECT_ERROR_SAYS(check_with({{"clip", "-1"}}), "clip should be 0 or more, not -1");
@@ -211,7 +217,7 @@ TEST(ConfigTest, LearningRateFollowsTheRecipe) {
 }
 
 TEST(ConfigTest, AResumedRunRefusesByNameWhatWouldMakeItAnother) {
-  const Settings given = {{"steps", "300"}, {"warmdown", "10"}, {"threads", "2"}};
+  const Options given = {{"steps", "300"}, {"warmdown", "10"}, {"threads", "2"}};
   const Config run = with(given);
   const auto notes_with = [&](const char* name, const char* value) {
     return compare_for_resume(run, configure({{name, value}}, run));

@@ -12,7 +12,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "model_door CONFIG WEIGHTS TOKENS OUT\n");
     return 2;
   }
-  const auto config = train::with_engine(train::configure(train::read_settings(argv[1])));
+  const auto config = train::with_engine(train::configure(train::read_options(argv[1])));
   gpt::Model model(
       train::model_shape(config), train::matmul_precision(config.precision), /*seed=*/0);
   train::load_weights(argv[2], model);

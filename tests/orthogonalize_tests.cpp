@@ -61,7 +61,7 @@ class OrthogonalizeTest : public testing::Test {
 };
 
 TEST_F(OrthogonalizeTest, SingularValuesFollowTheScalarPolynomial) {
-  for (const auto* name : {"quintic", "polar_express", "you"}) {
+  for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
     for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram}) {
       for (const double condition : {1.0, 10.0, 1e3, 1e6}) {
         const auto options = iteration(name, 5, method);
@@ -166,7 +166,7 @@ TEST_F(OrthogonalizeTest, ExactSeesTheRankThroughTheRoundingOfItsData) {
 }
 
 TEST_F(OrthogonalizeTest, TheConvergingTailReachesTheExactPolarFactor) {
-  for (const auto* name : {"quintic", "polar_express", "you"}) {
+  for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
     for (const double condition : {1.0, 1e2, 1e4}) {
       const Tensor x = with_spectrum(spectrum(16, condition), 16, 20);
       auto options = iteration(name);
@@ -266,7 +266,7 @@ TEST_F(OrthogonalizeTest, GramInFp32IsCloseToTheFormulaOnAnyBlock) {
     const Tensor gaussian = torch::randn({rows, cols}, torch::kDouble);
     const Tensor direction =
         torch::outer(torch::randn({rows}, torch::kDouble), torch::randn({cols}, torch::kDouble));
-    for (const auto* name : {"quintic", "polar_express", "you"}) {
+    for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
       for (const int64_t steps : {1, 5, 9}) {
         auto options = iteration(name, steps, Method::kGram, torch::kFloat);
         options.restarts = {};  // those that are chosen
@@ -305,7 +305,7 @@ TEST_F(OrthogonalizeTest, GramRestartsBeforeItsFactorIsIllConditioned) {
 
 // What momentum looks like: few directions, and noise.
 TEST_F(OrthogonalizeTest, NoNumberOfStepsDivergesOnBlocksOfLowRank) {
-  for (const auto* name : {"quintic", "polar_express", "you"}) {
+  for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
     for (const int64_t steps : {1, 3, 5, 7, 10, 12}) {
       for (const int64_t tail : {0, 2, 10}) {
         // Polar Express cut short leaves singular values above √3, from which a tail runs away.
@@ -433,8 +433,9 @@ TEST_F(OrthogonalizeTest, CoefficientListsAreCutRepeatedAndExtended) {
   EXPECT_EQ(
       coefficient_list("quintic", 2, 0, Method::kNewtonSchulz),
       (std::vector<Coefficients>{{3.4445, -4.7750, 2.0315}, {3.4445, -4.7750, 2.0315}}));
-  const auto you = coefficient_list("you", 7, 1, Method::kNewtonSchulz);
+  const auto you = coefficient_list("you_jiacheng", 7, 1, Method::kNewtonSchulz);
   ASSERT_EQ(you.size(), 8U);
+  EXPECT_EQ(coefficient_list("you", 7, 1, Method::kNewtonSchulz), you);  // the old name
   EXPECT_EQ(you[0], (Coefficients{4.0848, -6.8946, 2.9270}));
   EXPECT_EQ(you[6], you[4]);
   EXPECT_EQ(you[7], (Coefficients{2, -1.5, 0.5}));
@@ -466,7 +467,7 @@ TEST_F(OrthogonalizeTest, BadUseIsRefusedWithTheValue) {
       orthogonalize(x, {.rank_tolerance = 2}), "rank_tolerance should be in [0, 1), not 2");
   EXPECT_ERROR_SAYS(
       coefficient_list("cubic", 5, 0, Method::kNewtonSchulz),
-      "unknown coefficients 'cubic': use quintic, polar_express, you");
+      "unknown coefficients 'cubic': use quintic, polar_express, you_jiacheng");
   EXPECT_ERROR_SAYS(coefficient_list("quintic", -1, 0, Method::kNewtonSchulz), "not -1 and 0");
   EXPECT_ERROR_SAYS(
       parse_method("svd"),

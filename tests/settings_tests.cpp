@@ -13,7 +13,7 @@ namespace {
 
 // What a setting's runs are, all other options alike.
 std::string algorithm(const Setting& setting) {
-  train::Settings options = {{"data", "somewhere"}};
+  train::Options options = {{"data", "somewhere"}};
   options.insert(options.end(), setting.options.begin(), setting.options.end());
   const auto config = train::configure(options);
   train::check(config);
@@ -69,11 +69,9 @@ TEST(SettingsTest, CellsAreWhatThePaperPrints) {
   EXPECT_EQ(paper("QK", "rand.", 1).setting, "qk-1");
   const auto options = find_setting({}, "fixed-qk-v-3-random").options;
   EXPECT_EQ(
-      options, (train::Settings{
-                   {"qkv", "three-way"},
-                   {"qk-group", "6:random"},
-                   {"k-group", ""},
-                   {"v-group", "3:random"}}));
+      options,
+      (train::Options{
+          {"qkv", "split"}, {"qk-group", "6:random"}, {"k-group", ""}, {"v-group", "3:random"}}));
 }
 
 TEST(SettingsTest, AMisspeltNameGetsTheNearest) {

@@ -167,7 +167,7 @@ TEST_F(SimdStepTest, Embedding) {
 
 // Attention by its definition: [batch·tokens, row] → [batch·tokens, width].
 Tensor plain_attention(
-    const AttentionShape& shape, const Tensor& cos, const Tensor& sin, const Tensor& qkv) {
+    const AttentionSizes& shape, const Tensor& cos, const Tensor& sin, const Tensor& qkv) {
   const int64_t size = shape.head_dim;
   const auto parts = qkv.view({shape.batch, shape.tokens, -1, size})
                          .split_with_sizes({shape.heads, shape.kv_heads, shape.kv_heads}, 2);
@@ -189,10 +189,10 @@ Tensor plain_attention(
 template <typename T>
 void check_attention(double tolerance) {
   using S = Sum<T>;
-  for (const AttentionShape& shape :
-       {AttentionShape{1, 1, 1, 1, 2}, AttentionShape{2, 5, 2, 2, 6},
-        AttentionShape{2, 70, 4, 2, 16}, AttentionShape{1, 33, 6, 1, 10},
-        AttentionShape{1, 300, 2, 2, 64}, AttentionShape{3, 128, 3, 3, 16}}) {
+  for (const AttentionSizes& shape :
+       {AttentionSizes{1, 1, 1, 1, 2}, AttentionSizes{2, 5, 2, 2, 6},
+        AttentionSizes{2, 70, 4, 2, 16}, AttentionSizes{1, 33, 6, 1, 10},
+        AttentionSizes{1, 300, 2, 2, 64}, AttentionSizes{3, 128, 3, 3, 16}}) {
     const int64_t rows = shape.batch * shape.tokens;
     const Tensor angles = torch::rand({shape.tokens, shape.head_dim / 2}, kType<S>) * 6;
     const Tensor cos = angles.cos(), sin = angles.sin();

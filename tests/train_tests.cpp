@@ -35,8 +35,8 @@ class TrainTest : public testing::Test {
  protected:
   TrainTest() { write_shards(folder_.path(), 8000); }
 
-  Config config(const std::string& out, const Settings& more = {}) const {
-    Settings settings = {
+  Config config(const std::string& out, const Options& more = {}) const {
+    Options settings = {
         {"data", folder_.path()},
         {"out", folder_ / out},
         {"vocabulary", "64"},
@@ -100,7 +100,7 @@ TEST_F(TrainTest, LearnsAndLeavesARecord) {
   EXPECT_EQ(losses(folder_ / "run", "validation_loss").back(), outcome.validation_loss);
   EXPECT_EQ(list_checkpoints(folder_ / "run").size(), 1);
   // What was resolved can be read back and is whole.
-  const auto saved = configure(read_settings(folder_ / "run/config.toml"));
+  const auto saved = configure(read_options(folder_ / "run/config.toml"));
   EXPECT_EQ(saved.steps, 60);
   EXPECT_GT(saved.threads, 0);
   EXPECT_NE(read_text(folder_ / "run/machine.jsonl").find("\"commit\""), std::string::npos);
@@ -109,7 +109,7 @@ TEST_F(TrainTest, LearnsAndLeavesARecord) {
 TEST_F(TrainTest, ResumeIsBitIdenticalWhereverItWasCut) {
   for (const char* precision : {"bf16", "fp32"}) {
     const std::string whole = std::string("whole-") + precision;
-    const Settings more = {{"precision", precision}, {"validation-precision", precision}};
+    const Options more = {{"precision", precision}, {"validation-precision", precision}};
     train(config(whole, more), {});
     const auto expected = curve(folder_ / whole);
     const auto last = bytes_of(folder_ / (whole + "/checkpoints/step-000012"));
@@ -152,7 +152,7 @@ TEST_F(TrainTest, NewestCheckpointsOfAnotherPathAreKept) {
   int64_t asked = 0;
   Listener listener;
   listener.stop_wanted = [&] { return ++asked > 8; };
-  const Settings few = {{"keep", "1"}, {"checkpoint-interval", "1"}};
+  const Options few = {{"keep", "1"}, {"checkpoint-interval", "1"}};
   const auto outcome = resume(open_run(folder_ / "run/checkpoints/step-000004", few), listener);
   EXPECT_TRUE(outcome.stopped);
   EXPECT_EQ(list_checkpoints(folder_ / "run").back(), outcome.checkpoint);
@@ -182,11 +182,11 @@ TEST_F(TrainTest, ARunKilledBeforeItsFirstCheckpointBeginsAnew) {
 }
 
 TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
-  const Settings fp32 = {
+  const Options fp32 = {
       {"precision", "fp32"}, {"muon-precision", "float32"}, {"batch", "64"}, {"steps", "6"}};
   std::vector<std::vector<double>> curves;
   for (const char* size : {"1", "4", "7", "16", "64"}) {
-    Settings more = fp32;
+    Options more = fp32;
     more.emplace_back("micro-batch", size);
     train(config(std::string("micro-") + size, more), {});
     curves.push_back(losses(folder_ / (std::string("micro-") + size)));
@@ -294,7 +294,7 @@ TEST_F(TrainTest, ADamagedCheckpointIsNamedAndTheOneBeforeOffered) {
 }
 
 TEST_F(TrainTest, WrongInputIsRefusedBeforeAnythingIsWritten) {
-  const auto error = [&](const Settings& more) {
+  const auto error = [&](const Options& more) {
     const auto message = error_of<std::exception>([&] { train(config("run", more), {}); });
     EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << message;
     return message;

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "train/attention.h"
+#include "train/candidates.h"
 
 namespace train {
 namespace {
@@ -44,7 +44,7 @@ std::string table(const std::vector<std::vector<std::string>>& rows) {
 }
 
 // Q, K and V of the layers, without their sums.
-std::vector<const MatrixResult*> single_matrices(const Analysis& analysis) {
+std::vector<const MatrixResult*> single_matrices(const CheckpointAnalysis& analysis) {
   std::vector<const MatrixResult*> matrices;
   for (const auto& matrix : analysis.matrices) {
     const bool is_sum = matrix.name == "all" || matrix.name.find(".qkv") != std::string::npos;
@@ -53,23 +53,23 @@ std::vector<const MatrixResult*> single_matrices(const Analysis& analysis) {
   return matrices;
 }
 
-std::string by_matrix(const Analysis& analysis) {
+std::string by_matrix(const CheckpointAnalysis& analysis) {
   std::vector<std::vector<std::string>> rows = {
       {"matrix", "β along three-way", "2nd/1st order", "criterion favours", "best, same batch",
        "best, held out", "agrees, same batch"}};
   for (const auto& matrix : analysis.matrices) {
-    const auto& verdict = verdict_at(matrix, 1);
+    const auto& check = check_at(matrix, 1);
     const auto& full = find_step(matrix.candidates[kThreeWay], 1, false);
     const double ratio = matrix.beta / 2 * full.norm * full.norm / full.first_order;
     rows.push_back(
         {matrix.name, format("%.2g ± %.1g", matrix.beta, matrix.beta_noise), format("%.1e", ratio),
-         matrix.candidates[verdict.favoured].candidate, matrix.candidates[verdict.best].candidate,
-         matrix.candidates[verdict.best_held_out].candidate, verdict.agrees ? "yes" : "no"});
+         matrix.candidates[check.favoured].candidate, matrix.candidates[check.best].candidate,
+         matrix.candidates[check.best_held_out].candidate, check.agrees ? "yes" : "no"});
   }
   return table(rows);
 }
 
-std::string agreement(const Analysis& analysis) {
+std::string agreement(const CheckpointAnalysis& analysis) {
   const auto matrices = single_matrices(analysis);
   const auto candidates = analysis.matrices.front().candidates.size();
   std::string text = format(
@@ -82,19 +82,19 @@ std::string agreement(const Analysis& analysis) {
       {"step", "same batch", "⟨G, sO⟩ alone", "held out", "all: favoured", "best",
        "best, held out"}};
   const auto& all = analysis.matrices.back();
-  for (const auto& verdict : all.verdicts) {
+  for (const auto& check : all.checks) {
     const auto count = [&](auto&& agrees) {
       return std::to_string(
           std::count_if(matrices.begin(), matrices.end(), [&](const auto* matrix) {
-            return agrees(verdict_at(*matrix, verdict.factor));
+            return agrees(check_at(*matrix, check.factor));
           }));
     };
     rows.push_back(
-        {format("%g lr", verdict.factor), count([](const Verdict& v) { return v.agrees; }),
-         count([](const Verdict& v) { return v.first_order_agrees; }),
-         count([](const Verdict& v) { return v.agrees_held_out; }),
-         all.candidates[verdict.favoured].candidate, all.candidates[verdict.best].candidate,
-         all.candidates[verdict.best_held_out].candidate});
+        {format("%g lr", check.factor), count([](const CriterionCheck& v) { return v.agrees; }),
+         count([](const CriterionCheck& v) { return v.first_order_agrees; }),
+         count([](const CriterionCheck& v) { return v.agrees_held_out; }),
+         all.candidates[check.favoured].candidate, all.candidates[check.best].candidate,
+         all.candidates[check.best_held_out].candidate});
   }
   return text + table(rows);
 }
@@ -108,7 +108,7 @@ std::string when_it_pays(const CandidateResult& candidate, const CandidateResult
   return text.rfind(words, 0) == 0 ? text.substr(words.size()) : text;
 }
 
-std::string gains_and_costs(const Analysis& analysis) {
+std::string gains_and_costs(const CheckpointAnalysis& analysis) {
   const auto& all = analysis.matrices.back();
   std::vector<std::vector<std::string>> rows = {
       {"grouping", "‖G‖_*", "rank at 0.01", "‖O‖²", "⟨G, sO⟩", "‖sO‖²", "pays against packed: β",
@@ -126,12 +126,12 @@ std::string gains_and_costs(const Analysis& analysis) {
   return table(rows);
 }
 
-std::string decreases(const Analysis& analysis, bool held_out) {
+std::string decreases(const CheckpointAnalysis& analysis, bool held_out) {
   const auto& all = analysis.matrices.back();
   std::vector<std::vector<std::string>> rows = {{"grouping"}};
-  for (const auto& verdict : all.verdicts) rows[0].push_back(format("%g lr", verdict.factor));
-  for (const auto& verdict : all.verdicts) {
-    rows[0].push_back(format("%g lr, same norm", verdict.factor));
+  for (const auto& check : all.checks) rows[0].push_back(format("%g lr", check.factor));
+  for (const auto& check : all.checks) {
+    rows[0].push_back(format("%g lr, same norm", check.factor));
   }
   if (!held_out) rows[0].emplace_back("β at 1 lr");
   for (size_t c = 0; c < all.candidates.size(); ++c) {
@@ -139,8 +139,8 @@ std::string decreases(const Analysis& analysis, bool held_out) {
     auto& row = rows.emplace_back();
     row.push_back(candidate.candidate);
     for (const bool rescaled : {false, true}) {
-      for (const auto& verdict : all.verdicts) {
-        const auto& step = find_step(candidate, verdict.factor, rescaled && c != kThreeWay);
+      for (const auto& check : all.checks) {
+        const auto& step = find_step(candidate, check.factor, rescaled && c != kThreeWay);
         row.push_back(format("%.3e", held_out ? step.held_out_decrease : step.decrease));
       }
     }
@@ -152,16 +152,16 @@ std::string decreases(const Analysis& analysis, bool held_out) {
 Json to_json(const MatrixResult& matrix, double lr) {
   Json json{{"matrix", matrix.name}, {"beta", matrix.beta}, {"beta_noise", matrix.beta_noise}};
   const auto name = [&](size_t candidate) { return matrix.candidates[candidate].candidate; };
-  for (const auto& verdict : matrix.verdicts) {
+  for (const auto& check : matrix.checks) {
     json["verdicts"].push_back(
-        {{"factor", verdict.factor},
-         {"favoured", name(verdict.favoured)},
-         {"first_order", name(verdict.first_order)},
-         {"best", name(verdict.best)},
-         {"best_held_out", name(verdict.best_held_out)},
-         {"agrees", verdict.agrees},
-         {"first_order_agrees", verdict.first_order_agrees},
-         {"agrees_held_out", verdict.agrees_held_out}});
+        {{"factor", check.factor},
+         {"favoured", name(check.favoured)},
+         {"first_order", name(check.first_order)},
+         {"best", name(check.best)},
+         {"best_held_out", name(check.best_held_out)},
+         {"agrees", check.agrees},
+         {"first_order_agrees", check.first_order_agrees},
+         {"agrees_held_out", check.agrees_held_out}});
   }
   const auto& packed = matrix.candidates[kPacked];
   const auto& three_way = matrix.candidates[kThreeWay];
@@ -188,7 +188,7 @@ Json to_json(const MatrixResult& matrix, double lr) {
 
 }  // namespace
 
-std::string to_text(const Analysis& analysis) {
+std::string to_text(const CheckpointAnalysis& analysis) {
   return format(
              "step %lld, lr %.4g. Loss on the batch %.6f, held out %.6f; one rounding error of the "
              "weights moves "
@@ -202,7 +202,7 @@ std::string to_text(const Analysis& analysis) {
          decreases(analysis, false) + "\nand on the held-out one:\n\n" + decreases(analysis, true);
 }
 
-std::string to_json(const Analysis& analysis) {
+std::string to_json(const CheckpointAnalysis& analysis) {
   Json json{
       {"checkpoint", analysis.checkpoint},
       {"step", analysis.step},

@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "gpt/shards.h"
-#include "train/attention.h"
 #include "train/batch.h"
+#include "train/candidates.h"
 #include "train/checkpoint.h"
 #include "train/config.h"
 #include "train/direct_test.h"
@@ -33,9 +33,9 @@ size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
 }
 
 // The run's model, optimizers and data at a checkpoint. Everything in fp32, so that losses can be told apart.
-class Bench {
+class RestoredRun {
  public:
-  Bench(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint);
+  RestoredRun(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint);
 
   const Config& config() const { return config_; }
   int64_t step() const { return state_.step; }
@@ -59,7 +59,7 @@ class Bench {
 };
 
 Config config_of(const AnalyzeOptions& options, const Place& place) {
-  auto config = configure(read_settings(place.run + "/config.toml"));
+  auto config = configure(read_options(place.run + "/config.toml"));
   if (!options.data.empty()) config.data = options.data;
   if (options.threads > 0) config.threads = options.threads;
   config.engine = group_muon::to_string(engine_of(config));
@@ -79,7 +79,8 @@ std::vector<Batch> batches_of(
   return batches;
 }
 
-Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint)
+RestoredRun::RestoredRun(
+    const AnalyzeOptions& options, const Place& place, const std::string& checkpoint)
     : config_(config_of(options, place)),
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
       optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
@@ -115,7 +116,7 @@ Bench::Bench(const AnalyzeOptions& options, const Place& place, const std::strin
 }
 
 // As the next step would have them.
-void Bench::add_gradients() {
+void RestoredRun::add_gradients() {
   int64_t sequences = 0;
   for (const auto& batch : batch_) sequences += batch.tokens.size(0);
   for (const auto& [tokens, targets] : batch_) {
@@ -132,7 +133,7 @@ void Bench::add_gradients() {
   }
 }
 
-double Bench::loss(const std::vector<Batch>& batches) {
+double RestoredRun::loss(const std::vector<Batch>& batches) {
   double sum = 0;
   int64_t sequences = 0;
   for (const auto& [tokens, targets] : batches) {
@@ -148,14 +149,14 @@ int64_t layer_of(const std::string& name) {
   return std::stoll(name.substr(name.find(kBefore) + kBefore.size()));
 }
 
-std::vector<AttentionWeight> chosen_weights(Bench& bench, const std::vector<int64_t>& layers) {
-  const int64_t last = bench.model().shape().layers - 1;
+std::vector<AttentionWeight> chosen_weights(RestoredRun& run, const std::vector<int64_t>& layers) {
+  const int64_t last = run.model().shape().layers - 1;
   for (const auto layer : layers) {
     TORCH_CHECK_VALUE(
         layer >= 0 && layer <= last, "layers are from 0 to ", last, ", there is no ", layer);
   }
   std::vector<AttentionWeight> chosen;
-  for (const auto& weight : bench.weights()) {
+  for (const auto& weight : run.weights()) {
     const auto layer = layer_of(weight.weight.name);
     if (layers.empty() || std::find(layers.begin(), layers.end(), layer) != layers.end()) {
       chosen.push_back(weight);
@@ -201,30 +202,29 @@ Whitening sum_over(
   return *sum;
 }
 
-Verdict judge(
+CriterionCheck judge(
     const std::vector<CandidateResult>& candidates, double factor, double lr, double beta,
     const Losses& noise) {
   const auto same = [&](const CandidateResult& c) { return find_step(c, factor, false).decrease; };
   const auto held_out = [&](const CandidateResult& c) {
     return find_step(c, factor, false).held_out_decrease;
   };
-  Verdict verdict;
-  verdict.factor = factor;
-  verdict.favoured = best_of(candidates, [&](const CandidateResult& c) {
+  CriterionCheck check;
+  check.factor = factor;
+  check.favoured = best_of(candidates, [&](const CandidateResult& c) {
     return group_muon::guaranteed_decrease(c.momentum, lr * factor, std::max(0.0, beta));
   });
-  verdict.first_order =
+  check.first_order =
       best_of(candidates, [](const CandidateResult& c) { return c.momentum.first_order; });
-  verdict.best = best_of(candidates, same);
-  verdict.best_held_out = best_of(candidates, held_out);
+  check.best = best_of(candidates, same);
+  check.best_held_out = best_of(candidates, held_out);
   const auto as_good = [&](size_t chosen, size_t best, auto&& decrease, double floor) {
     return decrease(candidates[best]) - decrease(candidates[chosen]) <= 2 * floor;
   };
-  verdict.agrees = as_good(verdict.favoured, verdict.best, same, noise.same);
-  verdict.first_order_agrees = as_good(verdict.first_order, verdict.best, same, noise.same);
-  verdict.agrees_held_out =
-      as_good(verdict.favoured, verdict.best_held_out, held_out, noise.held_out);
-  return verdict;
+  check.agrees = as_good(check.favoured, check.best, same, noise.same);
+  check.first_order_agrees = as_good(check.first_order, check.best, same, noise.same);
+  check.agrees_held_out = as_good(check.favoured, check.best_held_out, held_out, noise.held_out);
+  return check;
 }
 
 void check_options(const AnalyzeOptions& options) {
@@ -265,31 +265,32 @@ const DirectStep& find_step(const CandidateResult& candidate, double factor, boo
       false, candidate.candidate, " was not tried at ", factor, " times the learning rate");
 }
 
-const Verdict& verdict_at(const MatrixResult& matrix, double factor) {
-  for (const auto& verdict : matrix.verdicts) {
-    if (verdict.factor == factor) return verdict;
+const CriterionCheck& check_at(const MatrixResult& matrix, double factor) {
+  for (const auto& check : matrix.checks) {
+    if (check.factor == factor) return check;
   }
   TORCH_CHECK_VALUE(false, "nothing was tried at ", factor, " times the learning rate");
 }
 
-Analysis analyze(const AnalyzeOptions& options, const std::function<void(double)>& progress) {
+CheckpointAnalysis analyze(
+    const AnalyzeOptions& options, const std::function<void(double)>& progress) {
   check_options(options);
   const auto place = locate(options.path);
-  Analysis analysis;
+  CheckpointAnalysis analysis;
   analysis.checkpoint = choose_checkpoint(place);
   if (progress) progress(0);
-  Bench bench(options, place, analysis.checkpoint);
+  RestoredRun run(options, place, analysis.checkpoint);
   const auto candidates =
-      make_candidates(bench.model().shape(), options.groups, bench.config().share_qk);
-  const auto weights = chosen_weights(bench, options.layers);
+      make_candidates(run.model().shape(), options.groups, run.config().share_qk);
+  const auto weights = chosen_weights(run, options.layers);
   const auto regions = regions_of(weights, candidates[kThreeWay].layout);
-  analysis.step = bench.step();
-  analysis.lr = bench.lr();
+  analysis.step = run.step();
+  analysis.lr = run.lr();
   const auto measured = measure_weights(  // [weight][gradient, momentum]
       weights, candidates,
       options.exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
 
-  DirectTest test(weights, candidates, analysis.lr, [&] { return bench.losses(); });
+  DirectTest test(weights, candidates, analysis.lr, [&] { return run.losses(); });
   const auto noise = test.noise();
   analysis.loss = test.before().same;
   analysis.held_out_loss = test.before().held_out;
@@ -321,7 +322,7 @@ Analysis analyze(const AnalyzeOptions& options, const std::function<void(double)
     result.beta = full.curvature;
     result.beta_noise = 2 * noise.same / (full.norm * full.norm);
     for (const double factor : options.factors) {
-      result.verdicts.push_back(judge(result.candidates, factor, analysis.lr, result.beta, noise));
+      result.checks.push_back(judge(result.candidates, factor, analysis.lr, result.beta, noise));
     }
     analysis.matrices.push_back(std::move(result));
   }

@@ -33,7 +33,7 @@ struct CandidateResult {
 };
 
 /// Candidates, by their numbers, at one learning rate.
-struct Verdict {
+struct CriterionCheck {
   double factor = 1;         // on lr
   size_t favoured = 0;       // by the criterion: the largest guaranteed decrease
   size_t first_order = 0;    // by ⟨G, sO⟩ alone
@@ -50,10 +50,10 @@ struct MatrixResult {
       0;  // measured along the three-way update at lr; the criterion takes 0 if it is negative
   double beta_noise = 0;  // what the noise of the loss makes of it
   std::vector<CandidateResult> candidates;
-  std::vector<Verdict> verdicts;  // one a factor
+  std::vector<CriterionCheck> checks;  // one a factor
 };
 
-struct Analysis {
+struct CheckpointAnalysis {
   std::string checkpoint;
   int64_t step = 0;
   double lr = 0;
@@ -63,10 +63,11 @@ struct Analysis {
 };
 
 /// `progress`, which may be empty, gets the part that is done.
-Analysis analyze(const AnalyzeOptions& options, const std::function<void(double)>& progress);
+CheckpointAnalysis analyze(
+    const AnalyzeOptions& options, const std::function<void(double)>& progress);
 
 /// The one at this factor; an error if there is none.
 const DirectStep& find_step(const CandidateResult& candidate, double factor, bool rescaled);
-const Verdict& verdict_at(const MatrixResult& matrix, double factor);
+const CriterionCheck& check_at(const MatrixResult& matrix, double factor);
 
 }  // namespace train

@@ -38,7 +38,7 @@ std::vector<Key> make_keys() {
        "Read the first epoch, too, in an order drawn from the seed; false: as the shards have it"},
 
       {"muon", "qkv", &C::qkv,
-       "three-way: Q, K and V apart, in groups; packed: one matrix, no groups"},
+       "split: Q, K and V separately, in head groups; packed: one matrix, no groups"},
       {"muon", "qk-group", &C::qk_group,
        "Head groups of Q and K: all, 2, 3:interval, 6:random, or a schedule 1@0,6:random@2000"},
       {"muon", "k-group", &C::k_group, "Head groups of K where they differ; empty: as qk-group"},
@@ -51,7 +51,7 @@ std::vector<Key> make_keys() {
       {"muon", "muon-weight-decay", &C::muon_weight_decay, "Decoupled"},
       {"muon", "method", &C::method,
        "newton_schulz, gram, accurate_gram, exact, or auto: gram where an engine of our own runs"},
-      {"muon", "coefficients", &C::coefficients, "quintic, polar_express or you"},
+      {"muon", "coefficients", &C::coefficients, "quintic, polar_express or you_jiacheng"},
       {"muon", "iterations", &C::iterations, "Newton-Schulz iterations"},
       {"muon", "muon-precision", &C::muon_precision,
        "Of the iterations: bfloat16, float32, float64, or auto: bfloat16 where the hardware has "
@@ -116,6 +116,13 @@ std::vector<Key> make_keys() {
 // What runs of before there were several engines say: native or portable.
 constexpr const char* kOldEngineKey = "kernels";
 
+// The present name of a value that runs of earlier versions may have.
+std::string renamed(std::string_view key, const std::string& value) {
+  if (key == "qkv" && value == "three-way") return "split";
+  if (key == "coefficients" && value == "you") return "you_jiacheng";
+  return value;
+}
+
 // Levenshtein's distance.
 size_t edits(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
@@ -172,7 +179,7 @@ std::string quoted(const std::string& text) {
   return out += '"';
 }
 
-Settings settings_of(const toml::table& file) {
+Options options_of(const toml::table& file) {
   for (const auto& [section, content] : file) {  // nothing in it is unknown or out of place
     const auto* table = content.as_table();
     if (table == nullptr) {
@@ -187,16 +194,16 @@ Settings settings_of(const toml::table& file) {
           "], not under [", section.str(), "]");
     }
   }
-  Settings settings;
+  Options options;
   if (const auto old = file["run"][kOldEngineKey]) {
     const std::string word = text_of(*old.node(), kOldEngineKey);
-    settings.emplace_back("engine", word == "native" ? "avx512_bf16" : word);
+    options.emplace_back("engine", word == "native" ? "avx512_bf16" : word);
   }
   for (const auto& key : config_keys()) {
     const auto value = file[key.section][key.name];
-    if (value) settings.emplace_back(key.name, text_of(*value.node(), key.name));
+    if (value) options.emplace_back(key.name, text_of(*value.node(), key.name));
   }
-  return settings;
+  return options;
 }
 
 }  // namespace
@@ -239,11 +246,11 @@ std::string text_of(const toml::node& node, const std::string& name) {
   TORCH_CHECK_VALUE(false, name, " should be a text, a number, true or false");
 }
 
-Settings read_settings(const std::string& path) {
+Options read_options(const std::string& path) {
   return read_toml(path, [](const toml::table& file) {
-    const Settings settings = settings_of(file);
-    configure(settings);  // so that an error of a value names the file
-    return settings;
+    const Options options = options_of(file);
+    configure(options);  // so that an error of a value names the file
+    return options;
   });
 }
 
@@ -259,7 +266,7 @@ void set(Config& config, const Key& key, const std::string& text) {
         } else if constexpr (std::is_same_v<Value, bool>) {
           value = parse_bool(key, text);
         } else {
-          value = text;
+          value = renamed(key.name, text);
         }
       },
       key.member);
@@ -281,8 +288,8 @@ std::string get(const Config& config, const Key& key) {
       key.member);
 }
 
-Config configure(const Settings& settings, Config config) {
-  for (const auto& [name, text] : settings) {
+Config configure(const Options& options, Config config) {
+  for (const auto& [name, text] : options) {
     set(config, find_key(name), text);
     if (name != "qkv" || text != "packed") continue;
     config.qk_group = config.v_group = "all";
@@ -327,7 +334,7 @@ std::string to_toml(const Config& config) {
   const std::string text = file.str();
   bool same = false;
   try {
-    same = configure(settings_of(toml::parse(text))) == config;
+    same = configure(options_of(toml::parse(text))) == config;
   } catch (const toml::parse_error&) {
     same = false;
   }

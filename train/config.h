@@ -28,7 +28,7 @@ struct Config {
   int64_t micro_batch = 0;
   bool shuffle = false;
   // muon
-  std::string qkv = "three-way";
+  std::string qkv = "split";
   std::string qk_group = "6:random";
   std::string k_group;
   std::string v_group = "all";
@@ -106,17 +106,17 @@ const std::vector<Key>& config_keys();
 const Key& find_key(std::string_view name);
 
 /// Keys and texts as given on a command line or in a file, in order.
-using Settings = std::vector<std::pair<std::string, std::string>>;
+using Options = std::vector<std::pair<std::string, std::string>>;
 
 /// What a TOML file says: tables are sections, keys are those of config_keys(), in their order.
-Settings read_settings(const std::string& path);
+Options read_options(const std::string& path);
 
 /// Sets a key from text, or throws an error that names it.
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
 
-/// The config with these settings; the later ones win. `qkv = packed` undoes head groups set before.
-Config configure(const Settings& settings, Config config = {});
+/// The config with these options; the later ones win. `qkv = packed` undoes head groups set before.
+Config configure(const Options& options, Config config = {});
 
 /// Whether a run that was `was` may go on as `is`: refuses, by name, what would make it another run,
 /// and returns notes on what changes rounding.

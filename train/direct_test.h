@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "train/attention.h"
+#include "train/candidates.h"
 
 namespace train {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <string_view>
 
-#include "train/attention.h"
+#include "train/candidates.h"
 
 namespace train {
 namespace {
@@ -89,7 +89,7 @@ void check(const Config& config) {
       "engine", config.engine, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
   check_choice("precision", config.precision, {"auto", "bf16", "fp32"});
   check_choice("validation-precision", config.validation_precision, {"auto", "bf16", "fp32"});
-  check_choice("qkv", config.qkv, {"three-way", "packed"});
+  check_choice("qkv", config.qkv, {"split", "packed"});
   gpt::ModelShape shape = model_shape(config);
   if (shape.vocabulary == 0) shape.vocabulary = 1;  // not known yet
   gpt::check(shape);

@@ -13,8 +13,8 @@
 
 #include "gpt/shards.h"
 #include "gpt/tokenizer.h"
-#include "train/attention.h"
 #include "train/batch.h"
+#include "train/candidates.h"
 #include "train/checkpoint.h"
 #include "train/errors.h"
 #include "train/files.h"
@@ -504,8 +504,8 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
 
 Config config_of_run(const std::string& folder) {
   // Runs of before there was a choice.
-  Settings written = {{"engine", "portable"}};
-  const Settings saved = read_settings(folder + "/config.toml");
+  Options written = {{"engine", "portable"}};
+  const Options saved = read_options(folder + "/config.toml");
   written.insert(written.end(), saved.begin(), saved.end());
   Config config = configure(written);
   config.out = folder;  // it may have been moved
@@ -533,12 +533,12 @@ uint32_t checksum_of_data(const Config& config) {
   return fingerprint(validation, validation.size(), fingerprint(training, training.size(), 0));
 }
 
-Run open_run(const std::string& path, const Settings& settings, std::shared_ptr<FolderLock> lock) {
+Run open_run(const std::string& path, const Options& options, std::shared_ptr<FolderLock> lock) {
   const auto place = locate(path);
   Run run;
   run.lock = lock ? std::move(lock) : std::make_shared<FolderLock>(place.run);
   const Config saved = config_of_run(place.run);
-  Config config = configure(settings, saved);
+  Config config = configure(options, saved);
   if (config.engine == saved.engine) config.engine = group_muon::to_string(engine_of(saved));
   // Precisions first: an engine that cannot compute in another one would be the wrong thing to complain of.
   Config probe = saved;

@@ -67,9 +67,9 @@ Config filled_in(Config config, const Config& found);
 uint32_t checksum_of_data(const Config& config);
 
 /// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
-/// `settings` may change what does not make it another run. Without a `lock` on the folder it takes one.
+/// `options` may change what does not make it another run. Without a `lock` on the folder it takes one.
 Run open_run(
-    const std::string& path, const Settings& settings, std::shared_ptr<FolderLock> lock = nullptr);
+    const std::string& path, const Options& options, std::shared_ptr<FolderLock> lock = nullptr);
 
 /// A new run in config.out, which should not hold one already. Without a `lock` on the folder it takes one.
 Outcome train(

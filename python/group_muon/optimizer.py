@@ -118,7 +118,7 @@ class GroupMuon(torch.optim.Optimizer):
         method: "newton_schulz", "gram" (same polynomial, on the Gram matrix: less work),
             "accurate_gram" (that matrix in fp32: less rounding), "exact" (SVD) or "auto" ("gram"
             where an engine of our own runs, else "newton_schulz").
-        coefficients: "quintic", "polar_express", "you", or a list of (a, b, c), one a step.
+        coefficients: "quintic", "polar_express", "you_jiacheng", or a list of (a, b, c), one a step.
         steps: iterations, for named coefficients.
         tail_steps: further iterations that converge to the exact polar factor.
         restarts: for Gram methods, steps after which to start anew; empty: chosen, block by block.

@@ -1,4 +1,4 @@
-#include "train/attention.h"
+#include "train/candidates.h"
 
 #include <ATen/Parallel.h>
 

@@ -1,5 +1,5 @@
-"""The optimizers that are compared: torch.optim.Muon, its peers from PyPI, Python code as one would
-write it by hand, and Group Muon."""
+"""The optimizers that are compared: torch.optim.Muon, its peers from PyPI, straightforward Python
+code, and Group Muon."""
 
 import functools
 import re
@@ -24,24 +24,24 @@ MODES = {
 
 @functools.cache
 def available_modes() -> dict[str, dict[str, str]]:
-    """Those that the built library knows."""
+    """The modes that the built library supports."""
     known = {}
     for name, options in MODES.items():
         try:
             group_muon.orthogonalize(torch.eye(2), **options)
             known[name] = options
         except ValueError as error:
-            note(f"the mode {name} is left out: {error}")
+            note(f"mode {name} is skipped: {error}")
     return known
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a QKV matrix that are cut into blocks of the same size."""
+    """Rows of a QKV matrix that are cut into blocks of equal size."""
 
     blocks: int
-    rows: int  # of a block
-    random: bool = False  # its heads are drawn anew at every step
+    rows: int  # rows per block
+    random: bool = False  # heads are drawn again at every step
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Cut:
     """How a QKV matrix of 3·heads·head_dim rows is cut into blocks, from the top down."""
 
     name: str
-    layout: str  # of Group Muon
+    layout: str  # Group Muon's layout
     parts: tuple[Part, ...]
     head_dim: int
 
@@ -79,14 +79,14 @@ def qk_random(heads: int, head_dim: int, g: int) -> Cut:
 
 
 def flops(rows: int, cols: int, steps: int = 5) -> float:
-    """Multiply-adds of the standard Newton–Schulz iteration on one block, twice each."""
+    """FLOPs of the standard Newton–Schulz iteration on one block; a multiply-add counts twice."""
     short, long = sorted((rows, cols))
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 class Matrices:
-    """Weights and gradients, which all contenders share: dozens of copies would not fit in memory,
-    and the time of a step does not depend on the values."""
+    """Weights and gradients, shared by all contenders: dozens of copies would not fit in memory, and
+    the time of a step does not depend on the values."""
 
     def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
         all_shapes = shapes * layers
@@ -96,8 +96,9 @@ class Matrices:
         self.grads = [torch.zeros(shape) for shape in all_shapes]
 
     def parameters(self, cut: Cut | None = None) -> tuple[list[nn.Parameter], Callable[[], None]]:
-        """The weights as parameters, the first of each layer (QKV) in blocks of its own if cut; and
-        what gives them fresh gradients, since some optimizers overwrite or drop theirs."""
+        """The weights as parameters, and a function that gives them fresh gradients, since some
+        optimizers overwrite or drop theirs. With a cut, the first weight of each layer (QKV) is
+        split into its blocks, each a parameter."""
         params, grads = [], []
         for i, (weight, grad) in enumerate(zip(self.weights, self.grads)):
             rows = cut.block_rows() if cut and i % self.per_layer == 0 else [len(weight)]
@@ -109,7 +110,7 @@ class Matrices:
             for parameter, grad in zip(params, grads):
                 parameter.grad = grad
 
-        give_gradients()  # optimizers look at them from the start
+        give_gradients()  # some optimizers need gradients at construction
         return params, give_gradients
 
     def flops(self, cut: Cut) -> float:
@@ -121,7 +122,7 @@ class Matrices:
 
 
 def torch_muon(matrices: Matrices, cut: Cut) -> Contender:
-    """Blocks are parameters of their own, already apart: nothing is gathered."""
+    """Each block is its own parameter, so nothing has to be gathered."""
     params, before = matrices.parameters(cut)
     optimizer = torch.optim.Muon(params, lr=1e-3, weight_decay=0.0)
     name = f"torch.optim.Muon, {cut.name}"
@@ -129,7 +130,7 @@ def torch_muon(matrices: Matrices, cut: Cut) -> Contender:
 
 
 def ours(matrices: Matrices, cuts: list[Cut], modes: dict[str, dict[str, str]]) -> list[Contender]:
-    """Every cut in every mode. They share the momentum."""
+    """Group Muon with every cut in every mode. All share the momentum."""
     params, before = matrices.parameters()
     qkv = params[:: matrices.per_layer]
     rest = [p for i, p in enumerate(params) if i % matrices.per_layer]
@@ -155,7 +156,7 @@ def ours(matrices: Matrices, cuts: list[Cut], modes: dict[str, dict[str, str]]) 
 
 
 def newton_schulz(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Muon's polynomial on a block [m, n] or a stack of them [B, m, n], as one writes it."""
+    """Muon's polynomial on a block [m, n] or a stack of blocks [B, m, n], in plain PyTorch."""
     x = x.to(dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
@@ -175,13 +176,13 @@ def newton_schulz_loop(stack: Tensor) -> Tensor:
 def python_muon(
     name: str, matrices: Matrices, cut: Cut, orthogonalize: Callable[[Tensor], Tensor]
 ) -> Contender:
-    """Muon on blocks of QKV as one writes it in Python: a momentum buffer a matrix, and an
+    """Muon on blocks of QKV in straightforward Python: one momentum buffer per matrix, and an
     orthogonalization of stacks [blocks, rows, cols]."""
     params, before = matrices.parameters()
     buffers = [torch.zeros_like(p) for p in params]
 
     def apply(weight: Tensor, update: Tensor, part: Part) -> None:
-        """Both [blocks · rows, cols]."""
+        """Weight and update are both [blocks · rows, cols]."""
         cols = update.size(-1)
         if not part.random:
             result = orthogonalize(update.view(part.blocks, part.rows, cols))
@@ -223,7 +224,7 @@ def from_pytorch_optimizer(matrices: Matrices) -> Contender:
 
 
 def from_heavyball(matrices: Matrices) -> Contender:
-    """As it comes: through torch.compile."""
+    """With its defaults: through torch.compile."""
     import heavyball
 
     params, before = matrices.parameters()
@@ -233,8 +234,8 @@ def from_heavyball(matrices: Matrices) -> Contender:
 
 
 def from_optax(matrices: Matrices) -> Contender:
-    """Jitted. optax iterates in the momentum's type, so gradients and momentum are in bf16 for the
-    iteration to be; weights are fp32, as everywhere."""
+    """Jitted. optax iterates in the momentum's type, so gradients and momentum are bf16 to make the
+    iteration bf16. Weights are fp32, as for all contenders."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -255,12 +256,12 @@ def from_optax(matrices: Matrices) -> Contender:
         held = jax.block_until_ready(compiled(*held, grads))
 
     name = f"optax {version('optax')} on JAX (bf16 gradients and momentum), packed"
-    # OpenMP's threads spin for some milliseconds after a step, and would take cores from XLA's.
+    # OpenMP's threads spin for some milliseconds after a step and would take cores from XLA.
     return Contender(name, step, before=lambda: time.sleep(0.1))
 
 
 def peers(matrices: Matrices, cut: Cut, only: str) -> Iterator[Contender]:
-    """Those of matching names that are installed and can step. All get the packed matrices."""
+    """Installed peers that can step and whose names match `only`. All get the packed matrices."""
     for make in (from_muon_optimizer, from_pytorch_optimizer, from_heavyball, from_optax):
         try:
             peer = make(matrices)
@@ -268,8 +269,8 @@ def peers(matrices: Matrices, cut: Cut, only: str) -> Iterator[Contender]:
                 continue
             peer.before()
             peer.step()
-        except Exception as error:  # whatever a peer trips over, the others should be measured
-            note(f"{make.__name__[5:]} is left out: {type(error).__name__}: {error}")
+        except Exception as error:  # a peer that fails must not stop the others
+            note(f"{make.__name__[5:]} is skipped: {type(error).__name__}: {error}")
             continue
         peer.flops = matrices.flops(cut)
         peer.baseline = f"torch.optim.Muon, {cut.name}"

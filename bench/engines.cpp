@@ -1,5 +1,5 @@
-// All engines that run here, side by side on the shapes of GPT-2 Small, and whether the rule behind "auto" takes the
-// fastest. Contenders take turns in one run; the best of the repeats counts, as a ratio to libtorch's.
+// Compares all engines that run here on the shapes of GPT-2 Small and checks whether "auto" selects the fastest.
+// Contenders take turns in one run. The best of the repeats counts, as a ratio to libtorch's.
 //   engines [--layers 2] [--repeats 5] [--threads N] [--precision auto]
 
 #include <ATen/ATen.h>
@@ -42,7 +42,7 @@ void measure(std::vector<Contender>& contenders, int repeats) {
   }
 }
 
-// A row of a table, and whether the rule's engine is the fastest. Engines within 3% of each other count as equal.
+// Prints a row of a table and returns whether the rule's engine is the fastest. Engines within 3% count as equal.
 bool print_row(
     const std::string& name, std::vector<Contender> contenders, double flops, Engine rule,
     int repeats) {
@@ -248,17 +248,22 @@ int main(int argc, char** argv) {
   int64_t layers = 2;
   int repeats = 5, threads = static_cast<int>(std::thread::hardware_concurrency());
   std::string precision = "auto", tables = "products,step,training";
-  CLI::App app("All engines on the shapes of GPT-2 Small, and whether \"auto\" takes the fastest");
-  app.add_option("--layers", layers, "Of the optimizer step");
-  app.add_option("--repeats", repeats, "Rounds that count");
-  app.add_option("--threads", threads, "Threads");
-  app.add_option("--precision", precision, "float32, bfloat16, or auto: what auto comes to here");
-  app.add_option("--tables", tables, "Which, of products,step,training");
+  CLI::App app(
+      "Compare all engines on the shapes of GPT-2 Small; does \"auto\" select the fastest?");
+  app.add_option("--layers", layers, "Number of layers for the optimizer step");
+  app.add_option("--repeats", repeats, "Number of rounds that count");
+  app.add_option("--threads", threads, "Number of threads");
+  app.add_option("--precision", precision, "float32, bfloat16, or auto (what auto selects here)");
+  app.add_option("--tables", tables, "Tables to print, out of products,step,training");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(threads);
   auto type = group_muon::parse_precision(precision);
   if (type == group_muon::kAutoPrecision) {
     type = group_muon::default_precision(Engine::kAuto, at::kCPU);
+  }
+  if (type != at::kFloat && type != at::kBFloat16) {
+    std::fprintf(stderr, "engines: --precision should be float32, bfloat16 or auto\n");
+    return 2;
   }
   const auto wanted = [&](const char* table) { return tables.find(table) != std::string::npos; };
   std::printf(
@@ -269,7 +274,7 @@ int main(int argc, char** argv) {
                                             : products_table<c10::BFloat16>(repeats);
     if (!fastest) {
       std::printf(
-          "\nSome products alone are faster in libtorch; an engine is chosen as a whole.\n");
+          "\nSome single products are faster in libtorch; an engine is chosen as a whole.\n");
     }
   }
   bool right = true;
@@ -277,7 +282,7 @@ int main(int argc, char** argv) {
   if (wanted("training")) right &= training_table(type, repeats);
   if (!wanted("step") && !wanted("training")) return 0;
   std::printf(
-      "\nThe rule took the fastest engine %s.\n",
-      right ? "for each step above" : "NOT for all steps above");
-  return 0;
+      "\nThe rule selected the fastest engine %s.\n",
+      right ? "for every step above" : "NOT for every step above");
+  return right ? 0 : 1;
 }

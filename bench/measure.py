@@ -1,4 +1,4 @@
-"""What the benchmark tables share: contenders that take turns, the machine's limits, printing."""
+"""Shared by the benchmark tables: contenders that take turns, the machine's limits, printing."""
 
 import argparse
 import json
@@ -21,10 +21,10 @@ def nothing() -> None:
 class Contender:
     name: str
     step: Callable[[], object]
-    flops: float = 0.0  # of the standard iteration on its blocks
-    baseline: str = ""  # the contender to compare it with
-    mode: str = ""  # of Group Muon
-    before: Callable[[], None] = nothing  # what is not timed: gradients, as a backward pass leaves
+    flops: float = 0.0  # FLOPs of the standard iteration on its blocks
+    baseline: str = ""  # name of the contender to compare it with
+    mode: str = ""  # Group Muon's mode
+    before: Callable[[], None] = nothing  # untimed preparation: gradients as from a backward pass
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -40,15 +40,15 @@ def timed(action: Callable[[], object]) -> float:
 
 @dataclass
 class Load:
-    """What other processes took of the machine while contenders were timed. Threads that wait for
-    each other suffer out of proportion, so ratios of a busy machine mean little."""
+    """How much of the machine other processes used while contenders were timed. Threads that wait
+    for each other slow down out of proportion, so ratios from a busy machine mean little."""
 
     others: float = 0.0  # core seconds
     all: float = 0.0
 
     @staticmethod
     def now() -> tuple[float, float, float]:
-        """Seconds in which cores were busy, in which this process was, and all there were."""
+        """Core seconds: all busy ones, those of this process, and the total."""
         ticks = [int(word) for word in pathlib.Path("/proc/stat").read_text().split()[1:9]]
         user, nice, system, idle, iowait, *rest = (t / os.sysconf("SC_CLK_TCK") for t in ticks)
         busy = user + nice + system + sum(rest)
@@ -67,9 +67,9 @@ load = Load()
 
 
 def rounds(contenders: list[Contender], repeats: int, budget: float = math.inf) -> Iterator[int]:
-    """Lets all contenders take turns, so that a change of the machine's speed meets all of them.
-    The first round warms up and does not count. Past the budget of seconds no round begins, but one
-    is always counted."""
+    """Lets all contenders take turns, so that changes of the machine's speed affect all of them. The
+    first round warms up and does not count. No round starts after the budget of seconds is used up,
+    but one always counts."""
     start = time.perf_counter()
     for number in range(repeats + 1):
         for contender in contenders:
@@ -88,24 +88,24 @@ def rounds(contenders: list[Contender], repeats: int, budget: float = math.inf) 
 
 
 def gemm_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """Flops a second of a square product."""
+    """FLOP/s of a square product."""
     a = torch.randn(size, size).to(dtype)
     return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(5))
 
 
 def copy_bandwidth(megabytes: int = 512) -> float:
-    """Bytes a second of a copy that no cache holds: those read and those written."""
+    """Bytes per second, read and written, of a copy that fits in no cache."""
     source = torch.ones(megabytes * 2**18)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / min(timed(lambda: target.copy_(source)) for _ in range(5))
 
 
 def pin(threads: int) -> None:
-    """Keeps this process on as many cores as it has threads. XLA sizes its thread pools by the
-    cores it is allowed, so this limits JAX too."""
+    """Restricts this process to as many cores as it has threads. XLA sizes its thread pools by the
+    allowed cores, so this also limits JAX."""
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
-        raise SystemExit(f"{threads} threads are asked for, but there are {len(allowed)} cores")
+        raise SystemExit(f"--threads {threads} is more than the {len(allowed)} available cores")
     os.sched_setaffinity(0, allowed[:threads])
     torch.set_num_threads(threads)
 
@@ -117,7 +117,7 @@ def machine(threads: int) -> dict[str, object]:
 
 
 def arguments_of(doc: str | None) -> argparse.ArgumentParser:
-    """What every table takes."""
+    """The arguments that all tables have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -126,13 +126,13 @@ def arguments_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """To the standard error, so that the standard output is Markdown alone."""
+    """Prints to standard error, so that standard output is pure Markdown."""
     if end == "\n" or sys.stderr.isatty():
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def print_table(columns: list[str], rows: list[list[str]], texts: int = 1) -> None:
-    """As Markdown; the first columns are texts, the rest figures."""
+    """Prints a Markdown table. The first `texts` columns are text, the rest numbers."""
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * texts + "---:|" * (len(columns) - texts))
     for row in rows:

@@ -1,11 +1,11 @@
-"""Times the optimizer's step against other implementations of Muon, and measures how exact it is.
-All contenders take turns in one run; the best of the repeats counts, as a ratio. Tables:
+"""Times the optimizer's step against other implementations of Muon, and measures its accuracy. All
+contenders take turns in one run. The best of the repeats counts, as a ratio. Tables:
 
     step      GPT-2 Small's block matrices: torch.optim.Muon, its peers, Group Muon
     heads     QKV matrices alone, head by head: Python code against Group Muon
     blocks    one QKV matrix of many sizes: Python code against Group Muon
     accuracy  error of the orthogonalization against fp64
-    bytes     memory traffic of all that is not the iteration
+    bytes     memory traffic of a step without its iteration
 """
 
 import argparse
@@ -45,13 +45,13 @@ from torch import Tensor
 
 import group_muon
 
-HEADS, HEAD_DIM = 12, 64  # of GPT-2 Small
+HEADS, HEAD_DIM = 12, 64  # GPT-2 Small's
 WIDTH = HEADS * HEAD_DIM
 
 
 def measured(contenders: list[Contender], arguments: argparse.Namespace) -> float:
-    """Lets the contenders take turns; returns the GEMM peak between their rounds."""
-    dtype = group_muon.orthogonalize(torch.eye(2)).dtype  # what "auto" comes to here
+    """Lets the contenders take turns. Returns the GEMM peak, measured between rounds."""
+    dtype = group_muon.orthogonalize(torch.eye(2)).dtype  # what "auto" selects here
     peak = max(gemm_peak(dtype) for _ in rounds(contenders, arguments.repeats))
     print(f"GEMM peak in this run, {dtype}: {peak / 1e9:.0f} GF/s\n")
     return peak
@@ -66,7 +66,7 @@ def step_table(arguments: argparse.Namespace) -> dict[str, object]:
     others = [*peers(matrices, cuts[0], arguments.only), *ours(matrices, cuts, available_modes())]
     contenders = []
     for baseline in (torch_muon(matrices, cut) for cut in cuts):
-        # Side by side, so that both sides of a ratio are timed within seconds.
+        # Adjacent, so that both sides of a ratio are timed within seconds.
         compared = [c for c in others if c.baseline == baseline.name]
         compared = [c for c in compared if re.search(arguments.only, c.name)]
         if compared or re.search(arguments.only, baseline.name):
@@ -77,7 +77,7 @@ def step_table(arguments: argparse.Namespace) -> dict[str, object]:
     best = {c.name: c.best for c in contenders}
     rows, facts = [], []
     for c in contenders:
-        # The other modes do less or other arithmetic, of which the standard's flops say nothing.
+        # The other modes do different arithmetic, so the standard FLOPs do not apply to them.
         fraction = c.flops / c.best / peak if c.mode in ("", "plain") else None
         speedup = best[c.baseline] / c.best
         facts.append(
@@ -94,7 +94,7 @@ def step_table(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def heads_table(arguments: argparse.Namespace) -> dict[str, object]:
-    """QKV matrices alone, every head a block."""
+    """QKV matrices alone, with every head as a block."""
     matrices = Matrices(arguments.layers, [(3 * WIDTH, WIDTH)])
     cut = head_wise(HEADS, HEAD_DIM)
     contenders = [
@@ -121,7 +121,7 @@ def heads_table(arguments: argparse.Namespace) -> dict[str, object]:
                 f"{f['flops'] / 1e9:.0f}",
             ]
             for f in facts
-        ],  # fmt: skip
+        ],
     )
     return dict(peak=peak, rows=facts)
 
@@ -142,12 +142,12 @@ def block_cell(cut: Cut, width: int, repeats: int, budget: float) -> dict[str, f
 
 
 def blocks_table(arguments: argparse.Namespace) -> dict[str, object]:
-    """One QKV matrix by width, head size, grouping and threads; small ones are repeated more often,
-    so that all of it takes minutes."""
+    """One QKV matrix by width, head size, grouping and threads. Small ones are repeated more often.
+    The whole table takes minutes."""
     widths, sizes = (256, 512, 1024, 2048), (16, 32, 64, 128)
     print(
-        "A step on one QKV matrix of 3·width × width. Group Muon, fast: times faster than Python "
-        "code with the blocks as a batch / in a loop.\n"
+        "A step on one QKV matrix of 3·width × width. How many times faster Group Muon (fast) is than "
+        "Python code with the blocks as a batch / in a loop.\n"
     )
     kinds = [("packed", sizes[-1:]), ("head-wise", sizes), ("QK, half the heads, random", sizes)]
     facts, rows = [], []
@@ -173,8 +173,8 @@ def blocks_table(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def with_condition(count: int, rows: int, cols: int, condition: float) -> Tensor:
-    """Random singular vectors, singular values from 1 to 1 / condition, evenly in the logarithm:
-    [count, rows, cols]."""
+    """Random singular vectors, and singular values from 1 to 1 / condition, evenly spaced on a
+    logarithmic scale: [count, rows, cols]."""
     short = min(rows, cols)
     u = torch.linalg.qr(torch.randn(count, rows, short, dtype=torch.float64)).Q
     v = torch.linalg.qr(torch.randn(count, cols, short, dtype=torch.float64)).Q
@@ -183,7 +183,7 @@ def with_condition(count: int, rows: int, cols: int, condition: float) -> Tensor
 
 
 def with_direction(count: int, rows: int, cols: int, share: float) -> Tensor:
-    """Gaussian, but one pair of singular vectors has this share of the norm, as in momentum:
+    """Gaussian plus one direction that has this share of the norm, as in momentum:
     [count, rows, cols]."""
     noise = torch.randn(count, rows, cols)
     line = torch.randn(count, rows, 1) * torch.randn(count, 1, cols)
@@ -200,7 +200,7 @@ def synthetic_blocks() -> Iterator[tuple[str, Tensor]]:
 
 
 def momentum_blocks(checkpoint: pathlib.Path, heads: int) -> Iterator[tuple[str, Tensor]]:
-    """Momentum buffers of a run, layers stacked; QKV whole, in three, in half the heads, by head."""
+    """Momentum buffers of a run, stacked over layers. QKV whole, in three, in half the heads, by head."""
     from safetensors.torch import load_file
 
     file = checkpoint / "optimizer.safetensors" if checkpoint.is_dir() else checkpoint
@@ -227,8 +227,8 @@ def accuracy_table(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.checkpoint:
         samples += momentum_blocks(arguments.checkpoint, arguments.heads)
     print(
-        "Relative Frobenius error of orthogonalized blocks to the same polynomial in fp64: median "
-        "/ largest of the blocks.\nFirst with only the block rounded to bf16 and all else in fp64.\n"
+        "Relative Frobenius error of orthogonalized blocks against the same polynomial in fp64: "
+        "median / largest over the blocks.\nThe first column rounds only the input to bf16.\n"
     )
     facts, rows = [], []
     for kind, blocks in samples:
@@ -252,8 +252,8 @@ def accuracy_table(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def without_iteration(matrices: Matrices, layout: str, mode: str) -> list[Contender]:
-    """A null iteration if the library allows one. Else one step and two, to be extrapolated to none:
-    each costs the same, in the Gram modes if they start anew after each."""
+    """A step with 0 iterations if the library allows it. Otherwise 1 and 2 iterations, to extrapolate
+    to 0: each costs the same, in the Gram modes with a restart after each."""
     params, before = matrices.parameters()
 
     def contender(steps: int) -> Contender:
@@ -270,7 +270,7 @@ def without_iteration(matrices: Matrices, layout: str, mode: str) -> list[Conten
 
 
 def bytes_table(arguments: argparse.Namespace) -> dict[str, object]:
-    """Momentum, gathering, normalizing and applying, as the bytes a copy moves in the same time."""
+    """Momentum, gathering, normalizing and applying, in bytes that a copy moves in the same time."""
     minimum = 20
     rows, cols, head_dim = 8192, 4096, 16  # 134 MB each of weight, gradient and momentum
     matrices = Matrices(1, [(rows, cols)])
@@ -301,7 +301,7 @@ def bytes_table(arguments: argparse.Namespace) -> dict[str, object]:
         facts.append(dict(name=name, how=how, seconds=seconds, bytes=moved))
         table.append([name, how, f"{seconds * 1e3:.1f}", f"{moved:.1f}", f"{moved / minimum:.2f}"])
     print_table(
-        ["elementwise work", "iteration", "ms", "bandwidth-equivalent bytes a parameter",
+        ["elementwise work", "iteration", "ms", "bandwidth-equivalent bytes per parameter",
          "times the minimum"],
         table, texts=2,
     )  # fmt: skip
@@ -317,11 +317,21 @@ TABLES = dict(
 def main() -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("table", nargs="?", choices=TABLES, default="step")
-    parser.add_argument("--layers", type=int, default=12, help="of GPT-2 Small's twelve")
-    parser.add_argument("--only", default="", help="step: rows that match, and their baselines")
-    parser.add_argument("--budget", type=float, default=0.5, help="blocks: seconds a cell, about")
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="accuracy: a checkpoint's folder")
-    parser.add_argument("--heads", type=int, default=HEADS, help="accuracy: of the checkpoint")
+    parser.add_argument("--layers", type=int, default=12, help="number of GPT-2 Small's layers")
+    parser.add_argument(
+        "--only", default="", help="step: only rows that match, and their baselines"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0.5, help="blocks: about this many seconds per cell"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        help="accuracy: also measure momentum from this checkpoint",
+    )
+    parser.add_argument(
+        "--heads", type=int, default=HEADS, help="accuracy: heads of the checkpoint's model"
+    )
     arguments = parser.parse_args()
     pin(arguments.threads)
     torch.manual_seed(0)
@@ -331,8 +341,8 @@ def main() -> None:
     result = TABLES[arguments.table](arguments)
     if load.all:
         facts["others"] = load.share()
-        warning = " Too much: only ratios of a quiet machine mean anything." * (load.share() > 0.05)
-        print(f"\nOther processes took {100 * load.share():.0f}% of its cores meanwhile.{warning}")
+        warning = " That is too much: run it again on a quiet machine." * (load.share() > 0.05)
+        print(f"\nOther processes used {100 * load.share():.0f}% of the machine.{warning}")
     write_json(arguments.json, facts | vars(arguments) | result)
 
 

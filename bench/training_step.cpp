@@ -1,9 +1,9 @@
 // One contender of training_step.py: forward and backward of gpt::Model on random tokens.
-// Reads commands, one a line, and answers each with a line of JSON:
-//   step    {"seconds", "loss"}: gradients from zero, of one batch
+// Reads one command per line and answers each with a line of JSON:
+//   step    {"seconds", "loss"}: computes the gradients of one batch, starting from zero
 //   profile {"part": seconds, …}: where the time of all steps went
-//   norm    {"norm"}: of all gradients, to hold against another program's
-//   memory  {"base_bytes", "peak_bytes"}: resident with the model alone, and at most since
+//   norm    {"norm"}: norm of all gradients, to compare with another program's
+//   memory  {"base_bytes", "peak_bytes"}: resident memory with the model alone, and the peak since
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -38,7 +38,7 @@ double gradient_norm(const gpt::Model& model) {
   return std::sqrt(squares);
 }
 
-// VmRSS or VmHWM, the peak of the former.
+// `key` is VmRSS, the resident memory, or VmHWM, its peak.
 size_t resident_bytes(const std::string& key) {
   std::ifstream file("/proc/self/status");
   std::string word;
@@ -52,7 +52,7 @@ size_t resident_bytes(const std::string& key) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // As in the program group-muon: memory once had is kept.
+  // As in group-muon: keep freed memory instead of returning it to the system.
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
   gpt::ModelShape shape;
@@ -60,7 +60,7 @@ int main(int argc, char** argv) {
   int threads = 1;
   std::string engine = "auto";
   std::string precision = "bf16";
-  CLI::App app("Forward and backward of the GPT, a step a line of input; see training_step.py");
+  CLI::App app("Forward and backward of the GPT, one step per line of input; see training_step.py");
   app.add_option("--layers", shape.layers);
   app.add_option("--heads", shape.heads);
   app.add_option("--width", shape.width);
@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
       const size_t peak = resident_bytes("VmHWM");
       std::printf("{\"base_bytes\": %zu, \"peak_bytes\": %zu}\n", base, peak);
     } else {
-      std::fprintf(stderr, "there is no command '%s'\n", command.c_str());
+      std::fprintf(stderr, "training_step: unknown command '%s'\n", command.c_str());
       return 2;
     }
     std::fflush(stdout);

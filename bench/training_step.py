@@ -1,16 +1,16 @@
-"""Forward and backward of the GPT (no optimizer) beside the same model in PyTorch, eager and
-compiled, all with products of one precision. Contenders take turns, step by step; the best step of
+"""Compares forward and backward of the GPT (no optimizer) with the same model in PyTorch, eager and
+compiled, all with products of one precision. Contenders take turns, step by step. The best step of
 each counts.
 
 training_step.py PROGRAM [--models gpt2-small 6x384 4x192] [--precision bf16] [--engines auto]
                  [--attention sdpa plain] [--threads 2] [--two-processes] [--default-malloc]
                  [--repeats 10] [--warmup 3] [--patience 0] [--json FILE]
 
-PROGRAM is training_step.cpp, built. It and PyTorch have the same weights and tokens; losses and
-gradients that differ by more than rounding are an error. PyTorch computes attention in two ways: by
-scaled_dot_product_attention, and by plain products, which are faster for small heads; ratios are to
-the faster. With --two-processes every contender is two processes of one thread, which step at the
-same time.
+PROGRAM is the executable of training_step.cpp. It and PyTorch have the same weights and tokens; a
+difference in losses or gradients beyond rounding is an error. PyTorch computes attention in two
+ways: with scaled_dot_product_attention, and with plain products, which are faster for small heads.
+Ratios are relative to the faster one. With --two-processes every contender is two single-threaded
+processes that step at the same time.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -32,9 +33,9 @@ import torch.nn.functional as F
 from torch import nn
 
 # OpenMP's threads spin for about 10 ms after a step before they sleep, and would take a core from
-# the next contender. Children that wait for a command are blocked and take none.
+# the next contender. Children that wait for a command are blocked and use no core.
 PAUSE = 0.1
-# What the program sets by mallopt; else PyTorch's large tensors are fresh pages at every step.
+# What the program sets with mallopt. Otherwise PyTorch's large tensors are fresh pages at every step.
 KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647"
 GEMM_SIZE = 2048
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,7 +54,7 @@ class Shape:
         return self.batch * self.context
 
     def flops(self) -> float:
-        """Of a step: gpt::training_flops_per_token for every token."""
+        """FLOPs of a step: gpt::training_flops_per_token for every token."""
         weights = self.width * (3 * self.width + self.width + 8 * self.width)
         attention = self.width * self.context  # QKᵀ and PV, half each
         forward = 2 * (self.layers * (weights + attention) + self.width * self.vocabulary)
@@ -67,7 +68,7 @@ MODELS = {
 }
 
 
-# The PyTorch model: the formulas of gpt::Model, by the calls that PyTorch is fastest with.
+# The PyTorch model: the formulas of gpt::Model, in the calls that are fastest in PyTorch.
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +104,7 @@ class Block(nn.Module):
         batch, tokens, width = x.shape
         heads = self.c_attn(x).view(batch, tokens, 3 * self.heads, -1)
         qk, v = heads.split([2 * self.heads, self.heads], 2)
-        left, right = qk.chunk(2, -1)  # Q and K turn together; cos and sin are fp32
+        left, right = qk.chunk(2, -1)  # Q and K are rotated together; cos and sin are fp32
         qk = torch.cat([left * cos + right * sin, right * cos - left * sin], -1).to(v.dtype)
         q, k = qk.transpose(1, 2).chunk(2, 1)
         y = self.attention(q, k, v.transpose(1, 2))
@@ -124,7 +125,7 @@ class Gpt(nn.Module):
         angles = torch.outer(torch.arange(shape.context).float(), frequencies)[:, None]
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
-        # Order, generator and distribution are gpt::Model's: the same weights, bit for bit.
+        # Same order, generator and distribution as gpt::Model, so the same weights bit for bit.
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             bound = 1 / math.sqrt(weight.size(1))
@@ -138,7 +139,7 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# A child: the protocol of training_step.cpp.
+# The child process, with the protocol of training_step.cpp.
 
 
 def resident_bytes(key: str) -> int:
@@ -152,7 +153,7 @@ def serve(kind: str, attention: str, shape: Shape, dtype: torch.dtype) -> None:
     model = nn.Module() if kind == "gemm" else Gpt(shape, attend)
     forward = torch.compile(model, fullgraph=True) if kind == "compile" else model
     if kind == "compile":
-        torch.compile(torch.sin)(torch.ones(1))  # the compiler itself is not a step's memory
+        torch.compile(torch.sin)(torch.ones(1))  # so that the compiler's own memory is not counted
     square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
     size, generator = (shape.batch, shape.context + 1), torch.Generator().manual_seed(1)
     rows = torch.randint(shape.vocabulary, size, generator=generator)
@@ -214,7 +215,7 @@ class Contender:
         ]
 
     def ask(self, command: str) -> list[dict]:
-        with contextlib.suppress(BrokenPipeError):  # seen below: no answer
+        with contextlib.suppress(BrokenPipeError):  # detected below as a missing answer
             for process in self.children:
                 print(command, file=process.stdin, flush=True)
         answers = [process.stdout.readline() for process in self.children]
@@ -230,7 +231,7 @@ class Contender:
         return wall if len(answers) > 1 else answers[0]["seconds"]
 
     def memory(self) -> int:
-        """Bytes above those of the model alone, of all processes."""
+        """Peak memory of all processes, in bytes beyond the model alone."""
         return sum(answer["peak_bytes"] - answer["base_bytes"] for answer in self.ask("memory"))
 
     def end(self) -> None:
@@ -240,7 +241,7 @@ class Contender:
 
 
 def busy_seconds() -> float:
-    """Of all cores since the machine was started, whoever used them."""
+    """Busy seconds of all cores since boot, by any process."""
     ticks = pathlib.Path("/proc/stat").read_text().split()[1:4]  # user, nice, system
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
@@ -259,7 +260,7 @@ def check_agreement(contenders: list[Contender]) -> None:
 
 
 def commands(shape: Shape, threads: int, arguments: argparse.Namespace) -> dict[str, list[str]]:
-    """Of all contenders, by name; the large product comes last."""
+    """Command lines of all contenders, by name. The large product comes last."""
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(shape).items()]
     flags += [f"--threads={threads}", f"--precision={arguments.precision}"]
     result = {
@@ -274,7 +275,7 @@ def commands(shape: Shape, threads: int, arguments: argparse.Namespace) -> dict[
 
 
 def pause(deadline: float) -> float:
-    """Lets threads come to rest, other programs too until the deadline; returns busy cores."""
+    """Waits for idle threads, and until the deadline also for other programs. Returns busy cores."""
     while True:
         time.sleep(PAUSE)
         before = busy_seconds()
@@ -285,7 +286,7 @@ def pause(deadline: float) -> float:
 
 
 def take_turns(contenders: list[Contender], arguments: argparse.Namespace) -> float:
-    """Returns how many cores were busy while all children waited: other programs disturb."""
+    """Times all contenders in turns. Returns how many cores other programs kept busy in between."""
     busy = []
     deadline = time.monotonic() + arguments.patience
     for repeat in range(-arguments.warmup, arguments.repeats):
@@ -351,8 +352,8 @@ def show(result: dict) -> None:
 
 
 def machine() -> str:
-    names = [line for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    name = names[0].split(": ")[1].strip() if names else "unknown processor"
+    names = re.findall(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    name = names[0] if names else "unknown processor"
     return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
@@ -360,21 +361,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("program", help="training_step.cpp, built")
+    parser.add_argument("program", help="executable of training_step.cpp")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="of products")
-    parser.add_argument("--engines", nargs="+", default=["auto"], help="of Group Muon")
+    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="precision of products")
+    parser.add_argument("--engines", nargs="+", default=["auto"], help="Group Muon's engines")
     ways = ["sdpa", "plain"]
-    parser.add_argument("--attention", nargs="+", choices=ways, default=ways, help="of PyTorch")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--two-processes", action="store_true", help="of one thread each")
     parser.add_argument(
-        "--default-malloc", action="store_true", help="PyTorch gives freed memory back"
+        "--attention", nargs="+", choices=ways, default=ways, help="PyTorch's attention"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--two-processes", action="store_true", help="two processes, one thread each"
+    )
+    parser.add_argument(
+        "--default-malloc", action="store_true", help="let PyTorch return freed memory"
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
-        "--patience", type=float, default=0, help="seconds a model may wait for other programs"
+        "--patience",
+        type=float,
+        default=0,
+        help="maximum seconds per model to wait for other programs",
     )
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     arguments = parser.parse_args()
@@ -393,7 +401,7 @@ def main() -> None:
     for result in results:
         print(
             f"{result['model']}: GEMM peak {result['gemm_peak'] / 1e9:.0f} GF/s; "
-            f"{result['busy']:.2f} cores busy with other programs"
+            f"other programs kept {result['busy']:.2f} cores busy"
         )
     if arguments.json:
         facts = dict(machine=machine(), **vars(arguments), results=results)

@@ -1,4 +1,4 @@
-// group-muon analyze: gain and cost of head groups at a checkpoint, and what one step of each really does.
+// group-muon analyze: gain and cost of head groups at a checkpoint, and what one real step of each does to the loss.
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
@@ -21,7 +21,7 @@ struct AnalyzeArguments {
 void run(const AnalyzeArguments& arguments) {
   auto options = arguments.options;
   options.exact = !arguments.estimate;
-  if (!arguments.json.empty()) train::replace_file(arguments.json, "{}\n");  // can be written
+  if (!arguments.json.empty()) train::replace_file(arguments.json, "{}\n");  // fail early
   const auto analysis = train::analyze(options, [](double part) {
     char text[64];
     std::snprintf(text, sizeof text, "analyzing %3.0f%%", 100 * part);
@@ -43,38 +43,39 @@ void add_analyze(CLI::App& app) {
   auto& options = arguments->options;
   auto* command = app.add_subcommand(
       "analyze",
-      "At a checkpoint: gain and cost of head groups, and what one step of each really does");
+      "Measure gain and cost of head groups at a checkpoint, and the effect of one real step of "
+      "each on the loss");
   command
-      ->add_option("run", options.path, "Folder of a run (its newest checkpoint) or a checkpoint")
+      ->add_option(
+          "run", options.path, "Folder of a run (uses its newest checkpoint) or of a checkpoint")
       ->required();
-  command->add_option("--data", options.data, "Folder with shards; by default the run's");
+  command->add_option("--data", options.data, "Folder with shards; default: the run's");
   command->add_option(
       "--groups", options.groups,
-      "Groupings of Q, K and V besides packed and three-way, as 1,2:random,6:random; by default "
-      "every size, at "
-      "random");
+      "Groupings of Q, K and V to measure in addition to packed and three-way, such as "
+      "1,2:random,6:random; default: every size, random");
   command
       ->add_option(
           "--lr", options.lr,
-          "Learning rate; by default that of the next step, and of a finished run its peak")
+          "Learning rate; default: that of the next step, or the peak if the run is finished")
       ->check(CLI::PositiveNumber);
   command
       ->add_option(
           "--factors", options.factors,
-          "Steps to try, as multiples of the learning rate; 1 among them")
+          "Step sizes to try, as multiples of the learning rate; must include 1")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--layers", options.layers, "Only these, from 0; by default all")
+  command->add_option("--layers", options.layers, "Layers to analyze, counted from 0; default: all")
       ->delimiter(',');
   command
       ->add_option(
           "--sequences", options.sequences,
-          "Of the batch and of the held-out one; by default a training batch")
+          "Number of sequences in the batch and in the held-out batch; default: a training batch")
       ->check(CLI::PositiveNumber);
-  command->add_option("--threads", options.threads, "By default those of the run")
+  command->add_option("--threads", options.threads, "Number of threads; default: the run's")
       ->check(CLI::PositiveNumber);
   command->add_flag(
-      "--estimate", arguments->estimate, "Estimates instead of singular values: faster");
+      "--estimate", arguments->estimate, "Use estimates instead of exact singular values: faster");
   command->add_option("--json", arguments->json, "Also write all numbers to this file");
   command->callback([arguments] { run(*arguments); });
 }

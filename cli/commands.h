@@ -1,5 +1,5 @@
 #pragma once
-// The commands of group-muon; each adds itself, with its flags and help, to the program.
+// The commands of group-muon. Each adds itself to the program, with its flags and help.
 
 namespace CLI {
 class App;

@@ -1,4 +1,4 @@
-// group-muon: one program, one subcommand a job.
+// group-muon: one program with a subcommand for each task.
 
 #include <malloc.h>
 
@@ -26,7 +26,7 @@ std::string unknown_argument(const CLI::App& app) {
   const std::string& given = extras.front();
   const std::string name = given.substr(0, given.find('='));
   const bool is_flag = name.rfind('-', 0) == 0;
-  if (!is_flag && !commands.empty()) return "'" + name + "' is one argument too many";
+  if (!is_flag && !commands.empty()) return "unexpected argument '" + name + "'";
   std::vector<std::string> known;
   if (is_flag) {
     const CLI::App* innermost = &app;
@@ -42,7 +42,7 @@ std::string unknown_argument(const CLI::App& app) {
          (near.empty() ? "; see --help" : "; did you mean " + near + "?");
 }
 
-// One line, whatever went wrong.
+// Prints the error as one line.
 int complain(std::string message, int code) {
   end_live();
   const std::string prefix = "group_muon: ";  // the library's
@@ -55,10 +55,10 @@ int complain(std::string message, int code) {
 }  // namespace cli
 
 int main(int argc, char** argv) {
-  // Activations come and go at every step: memory once had is kept, not given back and fetched anew.
+  // Activations are allocated and freed at every step: keep freed memory instead of returning it to the system.
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
-  CLI::App app("Group Muon: from text to a trained GPT, with head groups as the paper has them");
+  CLI::App app("Group Muon: train GPTs from raw text with Muon on groups of attention heads");
   app.require_subcommand(0, 1);
   app.get_formatter()->column_width(34);
   app.set_version_flag("--version", "group-muon " GROUP_MUON_VERSION);
@@ -81,7 +81,7 @@ int main(int argc, char** argv) {
     return app.exit(asked);
   } catch (const CLI::ArgumentMismatch& error) {
     const std::string message = error.what();  // "--steps: 1 required …"
-    return cli::complain(message.substr(0, message.find(':')) + " wants a value", cli::kWrongUse);
+    return cli::complain(message.substr(0, message.find(':')) + " needs a value", cli::kWrongUse);
   } catch (const CLI::ParseError& error) {
     return cli::complain(error.what(), cli::kWrongUse);
   } catch (const std::exception& error) {

@@ -1,8 +1,9 @@
-// group-muon report: a study's folder → a page, tables and figures.
+// group-muon report: study folder → page, tables and figures.
 
 #include "study/report.h"
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <filesystem>
 #include <memory>
 
@@ -21,7 +22,7 @@ struct ReportArguments {
   bool no_figures = false;
 };
 
-// Where the program is installed, or in the source folder.
+// plot.py of the installed program, else that of the source folder.
 std::string find_plot() {
   const fs::path program = fs::read_symlink("/proc/self/exe");
   const fs::path installed = program.parent_path().parent_path() / "share/group-muon/plot.py";
@@ -38,6 +39,7 @@ void run(const ReportArguments& arguments) {
   const std::string out = arguments.out.empty() ? folder.path + "/report" : arguments.out;
   const auto report = study::write_report(folder, out);
   for (const auto& problem : report.problems) say("note: " + problem);
+  std::fputs(report.summary.c_str(), stdout);
   for (const auto& file : report.files) say("wrote " + file);
   if (arguments.no_figures) return;
   const std::string python = find_python(arguments.python), plot = find_plot();
@@ -48,7 +50,7 @@ void run(const ReportArguments& arguments) {
     say(train::message_of(error));
   }
   if (code != 0) {
-    say("note: the figures were not drawn; with a Python that has matplotlib: " +
+    say("note: the figures were not drawn; draw them with a Python that has matplotlib: " +
         shell_word(python) + " " + shell_word(plot) + " study " + shell_word(out));
     throw CLI::RuntimeError(1);
   }
@@ -60,17 +62,17 @@ void add_report(CLI::App& app) {
   auto arguments = std::make_shared<ReportArguments>();
   auto* command = app.add_subcommand(
       "report",
-      "Make a page that opens offline of a study, finished or not, with tables and figures");
+      "Write a report on a study, finished or not: a page that opens offline, tables and figures");
   command->add_option("folder", arguments->folder, "The study's folder")
       ->type_name("FOLDER")
       ->required();
-  command->add_option("--out", arguments->out, "Where to; by default FOLDER/report")
+  command->add_option("--out", arguments->out, "Output folder; default: FOLDER/report")
       ->type_name("FOLDER");
-  command->add_flag("--no-figures", arguments->no_figures, "No SVG and PNG files");
+  command->add_flag("--no-figures", arguments->no_figures, "Do not draw figures (SVG and PNG)");
   command
       ->add_option(
           "--python", arguments->python,
-          "One that has matplotlib, for the figures; by default the project's")
+          "Python with matplotlib, for the figures; default: the project's own")
       ->type_name("PROGRAM");
   command->callback([arguments] { run(*arguments); });
 }

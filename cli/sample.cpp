@@ -25,14 +25,17 @@ struct SampleArguments {
 std::string choose(const train::Place& place, const SampleArguments& arguments) {
   const bool named = !place.checkpoint.empty();
   TORCH_CHECK_VALUE(
-      !named || !arguments.best, "--best chooses among the checkpoints of a run; give the run");
+      !named || !arguments.best,
+      "--best chooses among the checkpoints of a run; give the run, not a checkpoint");
   const auto all = train::list_checkpoints(place.run);
   TORCH_CHECK_VALUE(!all.empty(), "'", arguments.run, "' has no checkpoint yet");
   const std::string chosen = named            ? place.checkpoint
                              : arguments.best ? train::best_checkpoint(all)
                                               : all.back();
-  TORCH_CHECK_VALUE(!chosen.empty(), "no checkpoint of '", arguments.run, "' was validated");
-  train::require_whole(chosen, all, /*weights_only=*/true, "give that: ");
+  TORCH_CHECK_VALUE(
+      !chosen.empty(), "no checkpoint of '", arguments.run,
+      "' has a validation loss; remove --best");
+  train::require_whole(chosen, all, /*weights_only=*/true, "use ");
   return chosen;
 }
 
@@ -40,7 +43,7 @@ gpt::Vocabulary vocabulary_of(const train::Place& place, const std::string& give
   const std::string own = place.run + "/vocabulary.tiktoken";
   TORCH_CHECK_VALUE(
       !given.empty() || std::filesystem::exists(own), "'", place.run,
-      "' has no vocabulary.tiktoken; give --vocabulary gpt2 or a file");
+      "' has no vocabulary.tiktoken; set --vocabulary to gpt2 or a file");
   return gpt::Vocabulary::from_file(given.empty() ? own : given);
 }
 
@@ -54,7 +57,7 @@ void run(const SampleArguments& arguments) {
   const auto vocabulary = vocabulary_of(place, arguments.vocabulary);
   TORCH_CHECK_VALUE(
       vocabulary.size() <= config.vocabulary, "the vocabulary has ", vocabulary.size(),
-      " entries, the model ", config.vocabulary);
+      " entries, but the model only has ", config.vocabulary);
   std::vector<uint32_t> prompt = {vocabulary.end_of_text()};
   gpt::Encoder(vocabulary).encode(arguments.prompt, prompt);
   std::fwrite(arguments.prompt.data(), 1, arguments.prompt.size(), stdout);
@@ -73,24 +76,32 @@ void run(const SampleArguments& arguments) {
 void add_sample(CLI::App& app) {
   auto arguments = std::make_shared<SampleArguments>();
   auto& options = arguments->options;
-  auto* command = app.add_subcommand("sample", "Write text with a trained model");
+  auto* command = app.add_subcommand("sample", "Generate text with a trained model");
   command
-      ->add_option("run", arguments->run, "Folder of a run (its newest checkpoint) or a checkpoint")
+      ->add_option(
+          "run", arguments->run, "Folder of a run (uses its newest checkpoint) or of a checkpoint")
       ->required();
-  command->add_option("--prompt", arguments->prompt, "Text to go on from");
-  command->add_flag("--best", arguments->best, "The checkpoint with the lowest validation loss");
-  command->add_option("--tokens", options.tokens, "Tokens at most; a document may end before")
+  command->add_option("--prompt", arguments->prompt, "Text to continue");
+  command->add_flag(
+      "--best", arguments->best, "Use the checkpoint with the lowest validation loss");
+  command
+      ->add_option(
+          "--tokens", options.tokens,
+          "Maximum number of tokens; stops early at the end of a document")
       ->capture_default_str();
   command
       ->add_option(
-          "--temperature", options.temperature, "Less is safer; 0: always the likeliest token")
+          "--temperature", options.temperature,
+          "Randomness: lower is safer; 0: always the likeliest token")
       ->capture_default_str();
-  command->add_option("--top-k", options.top_k, "Draw among so many tokens; 0: among all")
+  command
+      ->add_option(
+          "--top-k", options.top_k, "Draw only from this many likeliest tokens; 0: from all")
       ->capture_default_str();
-  command->add_option("--seed", options.seed, "Another seed, another text")->capture_default_str();
+  command->add_option("--seed", options.seed, "Seed of the random draws")->capture_default_str();
   command->add_option(
       "--vocabulary", arguments->vocabulary,
-      "gpt2, a .tiktoken file, or GPT-2's vocab.bpe; by default the run's own");
+      "Vocabulary: gpt2, a .tiktoken file or GPT-2's vocab.bpe; default: the run's own");
   command->callback([arguments] { run(*arguments); });
 }
 

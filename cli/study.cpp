@@ -29,6 +29,7 @@ using study::format;
 
 struct StudyArguments {
   std::string file, data, out;
+  int64_t seeds = 0;  // 0: the study's
   study::Workers workers;
   bool list = false, dry_run = false, retry = false, slurm = false;
   std::string slurm_options;
@@ -40,26 +41,50 @@ struct RunArguments {
   bool unless_failed = false;
 };
 
-std::string this_program() { return fs::read_symlink("/proc/self/exe").string(); }
+// Builds `group-muon study run FOLDER RUN`, the command that add_run() below declares.
+study::RunCommand run_command(
+    const std::string& program, const std::string& folder, const study::Workers& workers) {
+  return [=](const std::string& run, bool retry) {
+    std::vector<std::string> words = {
+        program, "study", "run", folder, run, "--threads", std::to_string(workers.threads)};
+    if (!workers.device.empty()) words.insert(words.end(), {"--device", workers.device});
+    if (!retry) words.emplace_back("--unless-failed");
+    return words;
+  };
+}
 
-// A study that is there already goes on; one of a file begins, or goes on, in --out.
+// More seeds for every setting; those of [more-seeds] that have no more than that need no mention.
+study::Study with_seeds(study::Study study, int64_t seeds) {
+  TORCH_CHECK_VALUE(
+      seeds >= study.seeds, "--seeds adds seeds: the study has ", study.seeds, " already, not ",
+      seeds);
+  study.seeds = seeds;
+  std::erase_if(study.more_seeds, [&](const auto& entry) { return entry.second <= seeds; });
+  return study;
+}
+
+// The study to run: an existing one in its folder, or that of a study file, in --out.
 study::Folder folder_of(const StudyArguments& arguments) {
   if (fs::is_directory(arguments.file)) {
     TORCH_CHECK_VALUE(
         arguments.data.empty() && arguments.out.empty(), "the study in '", arguments.file,
-        "' has its data and its folder already; --data and --out are for study files");
-    return study::open_folder(arguments.file);
+        "' already has its data and folder; remove --data and --out, which are for study files");
+    study::Folder folder = study::open_folder(arguments.file);
+    return arguments.seeds == 0
+               ? folder
+               : study::planned_folder(with_seeds(folder.study, arguments.seeds), folder.path);
   }
   TORCH_CHECK_VALUE(
-      fs::exists(arguments.file), "there is no '", arguments.file,
-      "': give a study file, the folder of a study, or 'run' for one of its runs");
+      fs::exists(arguments.file), "there is no file or folder '", arguments.file,
+      "'; give a study file, the folder of a study, or 'run' for a single run");
   study::Study study = study::read_study(arguments.file);
+  if (arguments.seeds > 0) study = with_seeds(std::move(study), arguments.seeds);
   if (!arguments.data.empty()) study.data = fs::absolute(arguments.data).lexically_normal();
   const std::string out =
       arguments.out.empty() ? "runs/" + fs::path(arguments.file).stem().string() : arguments.out;
   if (arguments.list) return study::planned_folder(study, out);
   TORCH_CHECK_VALUE(
-      !study.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
+      !study.data.empty(), "no data given; set --data to a folder made by 'group-muon tokenize'");
   TORCH_CHECK_VALUE(fs::is_directory(study.data), "there is no folder '", study.data, "'");
   return study::planned_folder(study, out);
 }
@@ -78,12 +103,12 @@ std::string show(const study::RunStatus& status) {
 }
 
 void list(const study::Folder& folder) {
-  say("   #  run                                validation loss, or how far it is");
+  say("   #  run                                validation loss or state");
   for (size_t i = 0; i < folder.plan.size(); ++i) {
     const auto& run = folder.plan[i];
     const std::string difference = study::difference_of(folder, run);
     const std::string state = difference.empty() ? show(study::status_of(folder, run))
-                                                 : "is another run than this: " + difference;
+                                                 : "differs from the study: " + difference;
     say(format("%4zu  %-34s %s", i, run.name.c_str(), state.c_str()));
   }
   int64_t cells = 0;
@@ -110,8 +135,8 @@ void show_cost(const study::Folder& folder, const study::Workers& workers) {
       static_cast<long long>(cost.left), static_cast<long long>(cost.runs), cost.tokens,
       cost.flops));
   say(format(
-      "about %s, %lld at a time with %lld %s each (%s one after the other), by some steps just "
-      "timed here",
+      "about %s, %lld at a time with %lld %s each (%s one after the other), estimated from a few "
+      "steps timed on this machine",
       duration(cost.seconds).c_str(), static_cast<long long>(workers.jobs),
       static_cast<long long>(workers.threads), workers.threads == 1 ? "thread" : "threads",
       duration(cost.job_seconds).c_str()));
@@ -120,7 +145,7 @@ void show_cost(const study::Folder& folder, const study::Workers& workers) {
       static_cast<double>(cost.memory) / kGiga, static_cast<double>(cost.disk) / kGiga));
 }
 
-// "12 of 138 done, 2 running, 1 failed, 3:12:00 left, best qk-1 4.7012"; what may be cut off comes last.
+// "12 of 138 done, 2 running, 1 failed, 3:12:00 left, best qk-1 4.7012 (n = 8)". A narrow terminal cuts off the end.
 std::string summary(const study::StudyProgress& now) {
   std::string text = format(
       "%lld of %lld done, %lld running, %lld failed", static_cast<long long>(now.finished),
@@ -142,9 +167,9 @@ study::StudyListener make_study_listener() {
   listener.progress = [last](const study::StudyProgress& now) {
     const bool stopping = stop_signal() != 0;
     show_live(
-        now.fraction,
-        stopping ? "stopping: runs save checkpoints (Ctrl-C again: do not wait)" : summary(now));
-    // In a log, a line now and then.
+        now.fraction, stopping ? "stopping: runs are saving checkpoints (Ctrl-C again to quit now)"
+                               : summary(now));
+    // A line every few minutes in a log.
     if (isatty(STDERR_FILENO) == 0 && Clock::now() - *last > std::chrono::minutes(5)) {
       say(summary(now));
       *last = Clock::now();
@@ -168,31 +193,36 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
       "study in %s, %lld at a time with %lld %s each", folder.path.c_str(),
       static_cast<long long>(workers.jobs), static_cast<long long>(workers.threads),
       workers.threads == 1 ? "thread" : "threads"));
-  const auto end = study::run_all(folder, workers, retry, make_study_listener());
+  // This very program, even if its file has been replaced in the meantime.
+  const auto command = run_command("/proc/self/exe", folder.path, workers);
+  const auto end = study::run_all(folder, workers, command, retry, make_study_listener());
   end_live();
   study::StudyProgress last = end;
   last.seconds_left = 0;
   say(summary(last));
   const std::string place = shell_word(folder.path);
   if (stop_signal() != 0) {
-    say("stopped; go on with: group-muon study " + place);
+    say("stopped; resume with: group-muon study " + place);
     throw CLI::RuntimeError(128 + stop_signal());
   }
   if (end.failed > 0) {
-    say("errors are in error.txt and log.txt of each; when their cause is gone: group-muon study " +
+    say("failed runs have their error in error.txt and log.txt; after fixing the cause, retry "
+        "with: group-muon study " +
         place + " --retry");
   }
-  say("see it with: group-muon report " + place);
+  say("write a report with: group-muon report " + place);
   if (end.failed > 0) throw CLI::RuntimeError(1);
 }
 
-// Slurm's machines are others than this one, so nothing is chosen by what this one has.
+// Slurm's machines are not this one, so nothing is chosen by this machine's cores and memory.
 void submit(const study::Folder& folder, const StudyArguments& arguments) {
   auto workers = arguments.workers;
   if (workers.device.empty()) workers.device = train::configure(folder.study.options).device;
   workers.threads = std::max<int64_t>(1, workers.threads);
-  const std::string script = study::slurm_script(
-      folder, workers, arguments.retry, this_program(), arguments.slurm_options);
+  const auto command = run_command(
+      fs::read_symlink("/proc/self/exe"), fs::absolute(folder.path).lexically_normal(), workers);
+  const std::string script =
+      study::slurm_script(folder, workers, command, arguments.retry, arguments.slurm_options);
   if (arguments.dry_run) {
     std::fputs(script.c_str(), stdout);
     return;
@@ -206,7 +236,7 @@ void submit(const study::Folder& folder, const StudyArguments& arguments) {
 void run(const StudyArguments& arguments) {
   TORCH_CHECK_VALUE(
       !arguments.file.empty(),
-      "which study? Give a file such as configs/table1-small.toml, or a study's folder");
+      "no study given; give a file such as configs/table1-small.toml or the folder of a study");
   const bool runs = !arguments.list && !arguments.dry_run && !arguments.slurm;
   if (runs) catch_stop_signals();
   const auto folder = folder_of(arguments);
@@ -220,8 +250,7 @@ void run(const StudyArguments& arguments) {
     study::check_data(folder, checksum);
     if (const auto others = study::runs_without_plan(folder); !others.empty()) {
       say(format(
-          "note: %zu of the runs in the folder are not in the study, such as %s; they are left "
-          "alone",
+          "note: %zu of the runs in the folder are not in the study, such as %s; they are ignored",
           others.size(), others.front().c_str()));
     }
   }
@@ -231,7 +260,7 @@ void run(const StudyArguments& arguments) {
   run_all(folder, workers, arguments.retry);
 }
 
-// A name, or a number of --list.
+// Finds a run by its name or by its number in --list.
 const study::PlannedRun& find_run(const study::Folder& folder, const std::string& name) {
   const bool is_number = !name.empty() && name.find_first_not_of("0123456789") == std::string::npos;
   if (!is_number) return study::find_run(folder.plan, name);
@@ -262,12 +291,12 @@ void run_one(const RunArguments& arguments) {
       !arguments.unless_failed, make_listener(config.steps, config.log_interval));
   end_live();
   if (end == study::RunEnd::kElsewhere) {
-    std::fprintf(stderr, "group-muon: another process is at work on %s\n", planned.name.c_str());
+    std::fprintf(stderr, "group-muon: another process is running %s\n", planned.name.c_str());
     throw CLI::RuntimeError(study::kRunElsewhere);
   }
   if (end == study::RunEnd::kFailedBefore) throw CLI::RuntimeError(study::kRunFailed);
   if (end == study::RunEnd::kStopped) {
-    say("stopped; go on with the same command");
+    say("stopped; resume with the same command");
     throw CLI::RuntimeError(128 + stop_signal());
   }
   say(planned.name + " is finished: " + show(study::status_of(folder, planned)));
@@ -277,23 +306,23 @@ void add_workers(CLI::App& command, study::Workers& workers, const std::string& 
   command.add_option("--threads", workers.threads, threads)
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
-  command.add_option("--device", workers.device, "cpu or cuda; by default as the study says")
+  command.add_option("--device", workers.device, "cpu or cuda; default: the study's")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->type_name("NAME");
 }
 
 void add_run(CLI::App& study) {
   auto arguments = std::make_shared<RunArguments>();
-  auto* command = study.add_subcommand("run", "Run a single run of a study, or go on with it");
+  auto* command = study.add_subcommand("run", "Start or resume a single run of a study");
   command->add_option("folder", arguments->folder, "The study's folder")
       ->type_name("FOLDER")
       ->required();
-  command->add_option("run", arguments->run, "Its name, or its number in --list")
+  command->add_option("run", arguments->run, "Name of the run, or its number in --list")
       ->type_name("RUN")
       ->required();
-  add_workers(*command, arguments->workers, "0: as many as there are cores");
+  add_workers(*command, arguments->workers, "Number of threads; 0: one per core");
   command->add_flag(
-      "--unless-failed", arguments->unless_failed, "Leave it alone if it has failed before");
+      "--unless-failed", arguments->unless_failed, "Skip the run if it has failed before");
   command->callback([arguments] { run_one(*arguments); });
 }
 
@@ -303,38 +332,45 @@ void add_study(CLI::App& app) {
   auto arguments = std::make_shared<StudyArguments>();
   auto* command = app.add_subcommand(
       "study",
-      "Train many settings with many seeds, some at a time. It can be stopped or killed at any "
-      "moment and goes on where it was");
+      "Train many settings with many seeds, several runs at a time. A study can be stopped or "
+      "killed at any moment and resumed");
   command
       ->add_option(
           "study", arguments->file,
-          "A file, such as configs/table1-small.toml, or the folder of a study to go on with")
+          "Study file, such as configs/table1-small.toml, or the folder of a study to resume")
       ->type_name("FILE|FOLDER");
   command->add_option("--data", arguments->data, "Folder with shards, made by group-muon tokenize")
       ->type_name("FOLDER");
   command
       ->add_option(
-          "--out", arguments->out, "Folder of the study; by default runs/ and the file's name")
+          "--out", arguments->out, "Folder of the study; default: runs/ plus the file's name")
       ->type_name("FOLDER");
   command
       ->add_option(
+          "--seeds", arguments->seeds,
+          "Number of seeds per setting, instead of the number in the file; finished runs are kept")
+      ->check(CLI::Range(1, 1000))
+      ->type_name("NUMBER");
+  command
+      ->add_option(
           "--jobs", arguments->workers.jobs,
-          "Runs at a time; 0: one a core if the memory allows, one a GPU")
+          "Number of runs at a time; 0: one per core if memory allows, or one per GPU")
       ->check(CLI::Range(0, 4096))
       ->type_name("[0]");
   add_workers(
       *command, arguments->workers,
-      "Of a run; 0: the cores, divided among runs, and with --slurm one");
-  command->add_flag("--list", arguments->list, "Only show the plan, and what became of it so far");
-  command->add_flag("--dry-run", arguments->dry_run, "Only estimate what is left to do");
+      "Threads per run; 0: the cores divided among the runs, or one with --slurm");
+  command->add_flag("--list", arguments->list, "Only show the plan and the state of each run");
+  command->add_flag("--dry-run", arguments->dry_run, "Only estimate the cost of what is left");
   command->add_flag("--retry", arguments->retry, "Run failed runs again");
   command->add_flag(
       "--slurm", arguments->slurm,
-      "Submit an array job to Slurm instead, a task a run; with --dry-run only show its script");
+      "Submit an array job to Slurm instead, one task per run; with --dry-run only show the "
+      "script");
   command
       ->add_option(
           "--slurm-options", arguments->slurm_options,
-          "More for sbatch, such as \"--time=2:00:00\"")
+          "More options for sbatch, such as \"--time=2:00:00\"")
       ->type_name("TEXT");
   add_run(*command);
   command->callback([command, arguments] {

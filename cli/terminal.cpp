@@ -18,7 +18,7 @@ int columns() {
   return size.ws_col;
 }
 
-// "[=======>      ]" for a fraction in 0 … 1.
+// "[=======>      ]" for a fraction from 0 to 1.
 std::string bar(double fraction, int width) {
   const int filled = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * width);
   std::string text = "[";

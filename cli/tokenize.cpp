@@ -29,7 +29,7 @@ void run(const gpt::CorpusOptions& options) {
   line("training", summary.training);
   line("validation", summary.validation);
   if (summary.validation.tokens == 0) {
-    std::puts("note: nothing to validate on; 'train' wants some (--validation-fraction)");
+    std::puts("note: there is no validation text, which 'train' needs; set --validation-fraction");
   }
   std::printf(
       "vocabulary  %lld entries\nwritten to  %s\n", static_cast<long long>(summary.vocabulary),
@@ -44,31 +44,33 @@ void add_tokenize(CLI::App& app) {
   auto* command = app.add_subcommand("tokenize", "Turn text into training and validation shards");
   command
       ->add_option(
-          "inputs", options->inputs, "Files, folders of .txt files, or - for standard input")
+          "inputs", options->inputs, "Text files, folders of .txt files, or - for standard input")
       ->required();
   command->add_option("-o,--out", options->folder, "Folder for the shards and the vocabulary")
       ->required();
   auto* vocabulary = command->add_option(
-      "--vocabulary", options->vocabulary, "gpt2, a .tiktoken file, or GPT-2's vocab.bpe");
+      "--vocabulary", options->vocabulary,
+      "Vocabulary: gpt2, a .tiktoken file or GPT-2's vocab.bpe");
   command
       ->add_option(
           "--learn", options->learn_size,
-          "Learn a byte-level vocabulary of so many entries from the text")
+          "Learn a byte-level vocabulary with this number of entries from the text")
       ->excludes(vocabulary);
   command->add_option(
       "--validation", options->validation_inputs, "Inputs for the validation shards");
   command
       ->add_option(
           "--validation-fraction", options->validation_fraction,
-          "Without --validation: the fraction of documents kept for it, spread evenly; of an only "
-          "document its end")
+          "Fraction of documents kept for validation, spread evenly, unless --validation is given; "
+          "of a single document its end is kept")
       ->check(CLI::Range(0.0, 0.5))
       ->capture_default_str();
-  command->add_flag("--overwrite", options->overwrite, "Delete shards the folder holds already");
-  command->add_option("--shard-tokens", options->shard_tokens, "Tokens in a shard at most")
+  command->add_flag(
+      "--overwrite", options->overwrite, "Delete shards that are already in the folder");
+  command->add_option("--shard-tokens", options->shard_tokens, "Maximum number of tokens per shard")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  command->add_option("--threads", options->threads, "Threads")
+  command->add_option("--threads", options->threads, "Number of threads")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   command->callback([options] { run(*options); });

@@ -1,4 +1,4 @@
-// group-muon train: shards → a trained model, in a run folder.
+// group-muon train: shards → trained model in a run folder.
 
 #include "train/train.h"
 
@@ -33,7 +33,7 @@ std::string folder_by_time() {
   return text;
 }
 
-// Where the time of the steps went, largest part first.
+// Prints where the time of the steps went, largest part first.
 void say_profile(const train::Outcome& outcome) {
   if (outcome.profiled_steps == 0) return;
   std::vector<std::pair<double, const char*>> parts;
@@ -75,7 +75,7 @@ void run(const TrainArguments& arguments) {
   if (arguments.profile) say_profile(outcome);
   if (outcome.stopped) {
     say(c10::str(
-        "stopped after step ", outcome.step, "; go on with: group-muon train --resume ",
+        "stopped after step ", outcome.step, "; resume with: group-muon train --resume ",
         shell_word(outcome.folder)));
     throw CLI::RuntimeError(128 + stop_signal());
   }
@@ -87,18 +87,20 @@ void add_train(CLI::App& app) {
   auto arguments = std::make_shared<TrainArguments>();
   auto* command = app.add_subcommand(
       "train",
-      "Train a GPT with AdamW and Group Muon; every option with a [default] is also a key of the "
-      "configuration file, under its group");
-  command->add_option("config", arguments->file, "A TOML file, such as configs/small.toml")
+      "Train a GPT with AdamW and Group Muon. Every option below with a [default] is also a key of "
+      "the configuration file, in the section of its group");
+  command
+      ->add_option(
+          "config", arguments->file, "Configuration file (TOML), such as configs/small.toml")
       ->type_name("FILE");
   arguments->resume = command
                           ->add_option(
                               "--resume",
-                              "Go on with the run in this folder, from its newest checkpoint, or "
-                              "from the given one")
+                              "Folder of a run to resume from its newest checkpoint, or of the "
+                              "checkpoint to resume from")
                           ->type_name("RUN");
   command->add_flag(
-      "--profile", arguments->profile, "At the end, show where the time of a step went");
+      "--profile", arguments->profile, "Show at the end where the time of a step went");
   const train::Config defaults;
   for (const auto& key : train::config_keys()) {
     const std::string name = key.name, value = train::get(defaults, key);

@@ -13,7 +13,7 @@
 namespace cli {
 namespace {
 
-std::atomic<int> stop{0};  // the signal that asked for it
+std::atomic<int> stop{0};  // the signal that requested a stop, or 0
 
 void ask_to_stop(int signal) {
   stop = signal;
@@ -91,7 +91,7 @@ void catch_stop_signals() {
   action.sa_flags = SA_RESTART;
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
-  sigset_t both;  // a study blocks them until its runs are here
+  sigset_t both;  // a study starts its runs with these blocked
   sigemptyset(&both);
   sigaddset(&both, SIGINT);
   sigaddset(&both, SIGTERM);

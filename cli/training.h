@@ -1,5 +1,5 @@
 #pragma once
-// A training run as the commands show it: its lines, and the signals that stop it.
+// What commands that train share: output lines, and the signals that stop a run.
 
 #include <string>
 
@@ -7,13 +7,13 @@
 
 namespace cli {
 
-/// Says what happens: a live line on a terminal, else a line every `log_interval` steps.
+/// Prints progress: a live line on a terminal, else one line every `log_interval` steps.
 train::Listener make_listener(int64_t steps, int64_t log_interval);
 
-/// From now on SIGINT and SIGTERM ask for a checkpoint, and so does one that came before; a second SIGINT ends the
-/// program at once. A second SIGTERM does not: batch systems and studies may send it to all they know.
+/// From now on SIGINT and SIGTERM, including one that is already pending, request a checkpoint and a stop. A second
+/// SIGINT ends the program at once. A second SIGTERM does not, because batch systems and studies may both send one.
 void catch_stop_signals();
-/// The signal that asked for it, or 0.
+/// The signal that requested the stop, or 0.
 int stop_signal();
 
 /// "1:23", "2:03:04"

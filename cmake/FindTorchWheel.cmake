@@ -1,11 +1,11 @@
 # Links against the libtorch inside a pip-installed torch (CPU or CUDA wheel) by plain library paths.
-# torch's own package file is not used: the CUDA wheel's demands a CUDA toolkit, which nothing here needs.
+# torch's own package file is not used: in the CUDA wheel it requires a CUDA toolkit, which is not needed here.
 #
-#   TORCH_WHEEL_DIR   the torch folder in site-packages; asked from Python where it is not given
+#   TORCH_WHEEL_DIR   the torch folder in site-packages; by default Python is asked for it
 #   TorchWheel::torch the target to link
 
 if(NOT TORCH_WHEEL_DIR)
-  # The project's own environment first, then whatever Python is active.
+  # The project's own environment first, then the active Python.
   find_program(TORCH_WHEEL_PYTHON NAMES python3 python
     HINTS "${CMAKE_SOURCE_DIR}/.venv/bin" NO_CMAKE_FIND_ROOT_PATH)
   if(Python_EXECUTABLE)
@@ -29,7 +29,7 @@ include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(TorchWheel
   REQUIRED_VARS TORCH_WHEEL_DIR _torch_version
   VERSION_VAR _torch_version
-  REASON_FAILURE_MESSAGE "no torch found. Run pip install torch==2.13.0, or pass -DTORCH_WHEEL_DIR=<site-packages>/torch")
+  REASON_FAILURE_MESSAGE "no torch found. Run ./run setup, install torch with pip, or pass -DTORCH_WHEEL_DIR=<site-packages>/torch")
 
 if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
   set(TorchWheel_VERSION "${_torch_version}")
@@ -39,13 +39,13 @@ if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
   target_compile_features(TorchWheel::torch INTERFACE cxx_std_20)
   set(_torch_libraries torch torch_cpu c10)
   if(SKBUILD)
-    # In a wheel of ours: torch is loaded by then, and its CUDA part may or may not be there.
+    # In our wheel torch is already loaded, with or without its CUDA part.
     set(_torch_libraries torch_cpu c10)
   elseif(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
     list(APPEND _torch_libraries torch_cuda c10_cuda)
   endif()
-  # torch_cuda registers its kernels when it is loaded, so it is kept though no symbol of it is
-  # used; the CUDA libraries behind it are its own affair.
+  # torch_cuda registers its kernels when it is loaded, so it must stay linked although none of its symbols is used.
+  # It finds its own CUDA libraries, so undefined symbols in it are allowed.
   target_link_options(TorchWheel::torch INTERFACE
     "LINKER:--allow-shlib-undefined")
   foreach(_library IN LISTS _torch_libraries)

@@ -1,4 +1,4 @@
-# Cross-compiles for 64-bit Arm and runs tests under qemu; ./run arm makes the folders it names.
+# Toolchain that cross-compiles for 64-bit Arm and runs tests under qemu. ./run arm creates the folders named here.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -1,4 +1,4 @@
-# Writes HEADER with the commit of SOURCE, if it says something else than before.
+# Writes HEADER with the commit of SOURCE, if the commit has changed.
 execute_process(COMMAND git describe --always --dirty --abbrev=12
   WORKING_DIRECTORY "${SOURCE}" OUTPUT_VARIABLE _commit OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 if(NOT _commit)

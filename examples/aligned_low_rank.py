@@ -2,9 +2,9 @@
 
     G_i = a_i·u_i·vᵀ,  ‖u_i‖ = ‖v‖ = 1
 
-The whole gradient has rank one, and so has every head's. Whitening head by head gains Σ|a_i| - √Σa_i² to first order, for
-equal strengths a(k - √k), and costs (k - 1)βη/2 through its larger norm: grouping pays only as long as β is small
-enough. With group_muon installed, or PYTHONPATH=build/release/python after ./run build:
+The whole gradient and each head's gradient have rank one. To first order, whitening head by head gains
+Σ|a_i| - √Σa_i², which is a(k - √k) for equal strengths. It costs (k - 1)βη/2 because of its larger norm, so grouping
+pays only while β is small enough. With group_muon installed, or PYTHONPATH=build/release/python after ./run build:
 
     python examples/aligned_low_rank.py
 """
@@ -42,7 +42,7 @@ def table(title, strengths_of, closed_form):
         gain, cost = abs(comparison.gain), abs(BETA * LR / 2 * comparison.norm_cost)
         closed_gain, closed_cost = closed_form(a), (k - 1) * BETA * LR / 2
         assert abs(gain - closed_gain) < 1e-9 and abs(cost - closed_cost) < 1e-9
-        pays = f"β < {comparison.break_even:.3f}" if k > 1 else "they are the same"
+        pays = f"β < {comparison.break_even:.3f}" if k > 1 else "both are the same"
         print(f"{k:3} {gain:10.6f} {closed_gain:12.6f} {cost:9.6f} {closed_cost:10.6f}   {pays}")
 
 

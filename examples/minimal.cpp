@@ -1,4 +1,4 @@
-// Trains one attention layer to copy the token three places back. Run: ./minimal
+// Trains one attention layer to copy the token three positions back. Run: ./minimal
 #include <group_muon/group_muon.h>
 #include <torch/torch.h>
 
@@ -29,7 +29,7 @@ int main() {
   torch::manual_seed(0);
   TinyGpt model;
 
-  // Q and K in random groups of 6 heads, drawn anew at every step; V and the rest as in plain Muon.
+  // Q and K in random groups of 6 heads, drawn at every step; V and the rest as in plain Muon.
   const auto random6 = group_muon::parse_schedule("6:random");
   group_muon::AssembleOptions options;
   options.muon.lr(2e-3);
@@ -41,8 +41,7 @@ int main() {
 
   for (int step = 0; step <= 200; ++step) {
     auto tokens = torch::randint(kVocabulary, {32, kContext});
-    auto logits =
-        model.forward(tokens).slice(1, 3);  // from place 3 on, predict the token of 3 before
+    auto logits = model.forward(tokens).slice(1, 3);  // from position 3, predict the token 3 back
     auto loss = nn::functional::cross_entropy(
         logits.reshape({-1, kVocabulary}), tokens.slice(1, 0, kContext - 3).reshape(-1));
     optimizers.zero_grad();

@@ -1,4 +1,4 @@
-"""Trains one attention layer to copy the token three places back. Run: python minimal.py"""
+"""Trains one attention layer to copy the token three positions back. Run: python minimal.py"""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class TinyGpt(nn.Module):
 torch.manual_seed(0)
 model = TinyGpt()
 
-# Q and K in random groups of 6 heads, drawn anew at every step; V and the rest as in plain Muon.
+# Q and K in random groups of 6 heads, drawn at every step; V and the rest as in plain Muon.
 muon, adamw = param_groups(model, group_size=6, rule="random")
 optimizers = [
     GroupMuon(muon, lr=2e-3),
@@ -34,7 +34,7 @@ optimizers = [
 
 for step in range(201):
     tokens = torch.randint(VOCABULARY, (32, CONTEXT))
-    logits = model(tokens)[:, 3:]  # from place 3 on, predict the token of 3 before
+    logits = model(tokens)[:, 3:]  # from position 3, predict the token 3 back
     loss = nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, :-3].reshape(-1))
     loss.backward()
     for optimizer in optimizers:

@@ -15,13 +15,13 @@ using group_muon::PackedRight;
 using group_muon::Product;
 using group_muon::readable;
 
-// Queries of a tile. Small ones waste less above the diagonal, large ones share more work over keys.
+// Queries per tile. Small tiles waste less work above the diagonal; large tiles share more work across keys.
 int64_t tile_rows(int64_t tokens) { return tokens <= 256 ? 32 : 64; }
 
 template <typename T>
 constexpr bool kHasProducts = !std::is_same_v<T, double>;
 
-// In this thread; in fp64 by the definition, for checks only, and as far as it is used here.
+// Runs in the calling thread. The fp64 version is a plain triple loop for tests and covers only the cases used here.
 template <typename In, typename Out>
 void product(const Product<In, Out>& p) {
   if constexpr (kHasProducts<In>) {
@@ -44,7 +44,7 @@ void product(const Product<In, Out>& p) {
   }
 }
 
-// out = A·B, added to what is there if `add`.
+// out = A·B, or out += A·B if `add`.
 template <typename In, typename Out>
 void product(
     const MatrixView<const In>& a, bool transpose_a, const MatrixView<const In>& b,
@@ -60,7 +60,7 @@ void product(
           .transpose_b = transpose_b});
 }
 
-// B, or Bᵀ, of the products of all tiles of a head: each takes the rows that its queries see.
+// B or Bᵀ, packed once per head for the products of all its tiles. Each tile uses the rows that its queries see.
 template <typename T>
 struct Right {
   void set(const MatrixView<const T>& b, bool transposed) {
@@ -75,7 +75,7 @@ struct Right {
   PackedRight<T> packed = {};
 };
 
-// out = A·(the first `rows` of B, or B's rows as columns).
+// out = A·B or A·Bᵀ, with only the first `rows` rows of B.
 template <typename In, typename Out>
 void product(
     const MatrixView<const In>& a, const Right<In>& right, int64_t rows,
@@ -93,7 +93,7 @@ void product(
   }
 }
 
-// Turns a head's row by its position; `sign` -1 turns it back. The halves of a head turn together.
+// Rotates a head's row by its position; `sign` -1 undoes it. Entry j is paired with entry j + half.
 template <typename From, typename T, typename S>
 void turn(const From* from, T* to, const S* cos, const S* sin, S sign, int64_t half) {
 #pragma omp simd
@@ -104,7 +104,7 @@ void turn(const From* from, T* to, const S* cos, const S* sin, S sign, int64_t h
   }
 }
 
-// Memory of one thread for the tiles of one head.
+// One thread's workspace for the tiles of one head.
 template <typename T>
 struct Tiles {
   using S = Sum<T>;
@@ -119,12 +119,12 @@ struct Tiles {
         value_grad(tokens * head_dim) {}
 
   std::vector<S> scores, score_grads;    // [rows, tokens]
-  std::vector<T> weights, weight_grads;  // what is multiplied with values and keys
+  std::vector<T> weights, weight_grads;  // what multiplies the values and the keys
   std::vector<S> query_grad, key_grad, value_grad;
   Right<T> keys, keys_transposed, values, values_transposed;
 };
 
-// A tile's queries from `first` on, and the keys that the last of them sees.
+// A tile's queries, starting at `first`. keys() is the number of keys that the last of them sees.
 struct TileSpan {
   int64_t first;
   int64_t rows;
@@ -139,7 +139,7 @@ void for_tiles(int64_t tokens, Use&& use) {
   }
 }
 
-// Runs work(batch, kv head, tiles) for all of them; tiles are each thread's own.
+// Runs work(batch, kv head, tiles) for every batch and kv head; each thread has its own tiles.
 template <typename T, typename Work>
 void for_kv_heads(const AttentionSizes& shape, Work&& work) {
   group_muon::share_out(shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -148,7 +148,7 @@ void for_kv_heads(const AttentionSizes& shape, Work&& work) {
   });
 }
 
-// A head's columns of a token-major matrix: [tokens, head_dim].
+// A head's columns in a token-major matrix: [tokens, head_dim].
 template <typename T>
 MatrixView<T> head_view(
     const AttentionSizes& shape, T* matrix, int64_t stride, int64_t batch, int64_t head) {
@@ -162,7 +162,7 @@ MatrixView<T> rows_of(const MatrixView<T>& view, int64_t first, int64_t rows) {
   return {view.data + first * view.stride, rows, view.cols, view.stride};
 }
 
-// Where in a row the kv head's keys and values are, counted in heads.
+// Position of a kv head's keys and values within a row, counted in heads.
 int64_t key_head(const AttentionSizes& shape, int64_t kv_head) { return shape.heads + kv_head; }
 int64_t value_head(const AttentionSizes& shape, int64_t kv_head) {
   return shape.heads + shape.kv_heads + kv_head;
@@ -173,8 +173,7 @@ S score_scale(const AttentionSizes& shape) {
   return 1 / std::sqrt(static_cast<S>(shape.head_dim));
 }
 
-// Softmax of scale·scores over the first `seen` entries, zeros up to `width`; returns the logarithm of
-// its sum.
+// Softmax of scale·scores over the first `seen` entries, then zeros up to `width`. Returns the log-sum-exp.
 template <typename T>
 Sum<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen, int64_t width) {
   using S = Sum<T>;
@@ -193,7 +192,7 @@ Sum<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen, int64
   return largest * scale + std::log(sum);
 }
 
-// weights = the softmax again; weight_grads = the gradient by the products of queries and keys.
+// weights = the recomputed softmax; weight_grads = the gradient with respect to QKᵀ.
 template <typename T>
 void softmax_row_backward(
     const Sum<T>* scores, const Sum<T>* grads, T* weights, T* weight_grads, Sum<T> scale,

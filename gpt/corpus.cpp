@@ -19,8 +19,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kEndOfText = "<|endoftext|>";
-constexpr size_t kBatchBytes = size_t{32} << 20;  // text that is encoded at a time
-constexpr size_t kChunkBytes = size_t{1} << 19;   // text that one thread takes at a time
+constexpr size_t kBatchBytes = size_t{32} << 20;  // text encoded at a time
+constexpr size_t kChunkBytes = size_t{1} << 19;   // text per thread at a time
 
 std::vector<std::string> files_of(const std::vector<std::string>& inputs) {
   std::vector<std::string> files;
@@ -34,7 +34,7 @@ std::vector<std::string> files_of(const std::vector<std::string>& inputs) {
           files.push_back(entry.path().string());
         }
       }
-      if (files.size() == first) throw std::runtime_error("'" + input + "' holds no .txt file");
+      if (files.size() == first) throw std::runtime_error("'" + input + "' contains no .txt files");
       std::sort(files.begin() + static_cast<std::ptrdiff_t>(first), files.end());
     } else {
       throw std::runtime_error("'" + input + "' is neither a file nor a folder");
@@ -53,7 +53,7 @@ std::string read_file(const std::string& path) {
   return all(file);
 }
 
-// The next place from `at` on where a document may be cut without changing its pieces: before a blank
+// The next position, at or after `at`, where a document can be cut without changing its pieces: before a space
 // between two letters, which always starts a piece.
 size_t safe_cut(std::string_view text, size_t at) {
   for (; at + 1 < text.size(); ++at) {
@@ -65,7 +65,7 @@ size_t safe_cut(std::string_view text, size_t at) {
   return text.size();
 }
 
-// Runs work(i) for i in [0, count) on some threads; the first exception is thrown on.
+// Runs work(i, thread) for i in [0, count) in parallel and rethrows the first exception.
 void in_parallel(size_t count, int threads, const std::function<void(size_t, int)>& work) {
   std::atomic<size_t> next = 0;
   std::exception_ptr error;
@@ -85,7 +85,7 @@ void in_parallel(size_t count, int threads, const std::function<void(size_t, int
   if (error) std::rethrow_exception(error);
 }
 
-// Documents gathered up to a batch, cut into chunks that threads share.
+// A batch of documents, cut into chunks that threads encode in parallel.
 struct Batch {
   std::string text;
   struct Chunk {
@@ -110,7 +110,7 @@ struct Batch {
   }
 };
 
-// Where the last `fraction` of a text begins: after a line's end if there is one in reach, or a blank.
+// Where the last `fraction` of a text begins: after a nearby line end, or else after a nearby space.
 size_t tail_start(std::string_view text, double fraction) {
   const auto wanted = static_cast<size_t>(static_cast<double>(text.size()) * (1 - fraction));
   for (const char separator : {'\n', ' '}) {
@@ -120,7 +120,7 @@ size_t tail_start(std::string_view text, double fraction) {
   return text.size();
 }
 
-// Sends all documents through take(batch), each with its split.
+// Passes all documents to take(batch), each marked as training or validation.
 void for_each_batch(const CorpusOptions& options, const std::function<void(const Batch&)>& take) {
   Batch batch;
   const auto flush = [&] {
@@ -133,8 +133,8 @@ void for_each_batch(const CorpusOptions& options, const std::function<void(const
   };
   const double fraction = options.validation_inputs.empty() ? options.validation_fraction : 0;
   const auto stride = fraction > 0 ? std::max<int64_t>(2, std::llround(1 / fraction)) : int64_t{0};
-  // The second of every `stride` documents. The first is held back until a second one comes; alone,
-  // it is cut in two.
+  // The second of every `stride` documents goes to validation. The first document is held back until a second
+  // arrives; if there is only one, it is cut in two.
   std::string first;
   int64_t count = 0;
   for_each_document(options.inputs, [&](std::string_view document) {
@@ -184,7 +184,7 @@ Vocabulary learn(const CorpusOptions& options, const CorpusProgress& progress, d
   });
 }
 
-// Shards as we name them: train_000000.bin, val_000000.bin, …
+// The shards that ShardWriter names: train_000000.bin, val_000000.bin, …
 std::vector<fs::path> shards_in(const std::string& folder) {
   std::vector<fs::path> shards;
   std::error_code missing;
@@ -199,7 +199,7 @@ std::vector<fs::path> shards_in(const std::string& folder) {
 void check_size(int64_t vocabulary) {
   if (vocabulary <= 65536) return;
   throw std::runtime_error(
-      "shards hold 16-bit tokens, so a vocabulary has 65536 entries at most, not " +
+      "shards hold 16-bit tokens, so a vocabulary can have at most 65536 entries, not " +
       std::to_string(vocabulary));
 }
 
@@ -231,17 +231,18 @@ void for_each_document(
 CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress& progress) {
   if (options.vocabulary.empty() == (options.learn_size == 0)) {
     throw std::runtime_error(
-        "which vocabulary? Give --vocabulary gpt2, --vocabulary FILE, or --learn 4096");
+        "give exactly one of --vocabulary gpt2, --vocabulary FILE or --learn 4096");
   }
   if (!options.overwrite && !shards_in(options.folder).empty()) {
     throw std::runtime_error(
-        "'" + options.folder + "' holds shards already; give another --out, or --overwrite");
+        "'" + options.folder +
+        "' already contains shards; choose another --out or add --overwrite");
   }
   check_size(options.learn_size);
   const bool learning = options.vocabulary.empty();
   if (learning && std::count(options.inputs.begin(), options.inputs.end(), "-") > 0) {
     throw std::runtime_error(
-        "learning a vocabulary reads the text twice, which standard input cannot");
+        "--learn reads the text twice, so it cannot read standard input; give files instead");
   }
   const auto all_bytes = static_cast<double>(total_bytes(options));
   const Vocabulary vocabulary =

@@ -34,7 +34,7 @@ Tensor row(const std::vector<uint32_t>& ids, const at::Device& device) {
 void generate(
     Model& model, std::vector<uint32_t> prompt, const GenerateOptions& options,
     const std::function<bool(uint32_t)>& take) {
-  TORCH_CHECK_VALUE(!prompt.empty(), "a prompt should have at least one token");
+  TORCH_CHECK_VALUE(!prompt.empty(), "the prompt should have at least one token");
   TORCH_CHECK_VALUE(
       options.temperature >= 0, "temperature should be 0 or more, not ", options.temperature);
   TORCH_CHECK_VALUE(options.tokens > 0, "tokens should be 1 or more, not ", options.tokens);

@@ -1,5 +1,5 @@
 #pragma once
-// Text from a model: one token after the other.
+// Generates text from a model, one token at a time.
 
 #include <cstdint>
 #include <functional>
@@ -11,13 +11,13 @@ namespace gpt {
 
 struct GenerateOptions {
   int64_t tokens = 200;
-  double temperature = 0.8;  // 0: always the likeliest token
-  int64_t top_k = 50;        // draw among so many; 0: among all
+  double temperature = 0.8;  // 0: always the most likely token
+  int64_t top_k = 50;        // sample from the k most likely tokens; 0: from all
   uint64_t seed = 0;
 };
 
-/// Calls take(id) for every token that follows the prompt, and ends when it returns false. A text
-/// longer than the context goes on with the last half of it in view.
+/// Calls take(id) for every generated token and stops when it returns false. When the context is full, generation
+/// continues with its last half.
 void generate(
     Model& model, std::vector<uint32_t> prompt, const GenerateOptions& options,
     const std::function<bool(uint32_t)>& take);

@@ -1,13 +1,14 @@
 #pragma once
-// The model's memory-bound parts and its attention on our own engines, each with its backward pass. T is the
-// type of activations: bf16, float, or double (in which the formulas are checked). Sums and the residual
-// stream are of type Sum<T>.
+// The model's memory-bound operations and its attention on our own engines, each with its backward pass. T is the
+// type of activations: bf16, float, or double (used to test the formulas). Sums and the residual stream have type
+// Sum<T>.
 
 #include <c10/util/BFloat16.h>
 
 #include <cstdint>
 #include <type_traits>
 
+#include "group_muon/engine.h"
 #include "group_muon/targets.h"
 
 namespace gpt {
@@ -19,7 +20,7 @@ using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr double kNormEps = 1e-6;
 
-/// Queries, keys and values of a token lie in one row: heads·size, then kv_heads·size twice.
+/// A row holds one token's queries (heads·head_dim), keys and values (kv_heads·head_dim each).
 struct AttentionSizes {
   int64_t batch = 0;
   int64_t tokens = 0;
@@ -38,7 +39,7 @@ struct Rotary {
   const S* sin = nullptr;
 };
 
-/// An engine's functions. They use all of torch's threads.
+/// An engine's functions. They run on all of torch's threads.
 template <typename T>
 struct Kernels {
   using S = Sum<T>;
@@ -46,22 +47,22 @@ struct Kernels {
   /// normal = x / rms(x), row by row; `inverse` is 1 / rms. x: [rows, cols].
   void (*rms_norm)(const S* x, T* normal, S* inverse, int64_t rows, int64_t cols) = nullptr;
 
-  /// The gradient of a residual stream that also goes through a norm: adds the norm's part to
-  /// `stream_grad` (or begins it), and writes it, times `scale`, as what the layer before gets back.
+  /// Gradient of a residual stream that also feeds a norm. Adds the norm's gradient to `stream_grad` (or overwrites
+  /// it if `begin`) and writes the result times `scale` to `scaled_grad`, for the layer before.
   template <typename G>
   using RmsNormBackward = void (*)(
       const T* normal, const S* inverse, const G* normal_grad, S* stream_grad, bool begin,
       T* scaled_grad, S scale, int64_t rows, int64_t cols);
   RmsNormBackward<T> rms_norm_backward = nullptr;
-  RmsNormBackward<S> rms_norm_backward_of_sums = nullptr;  // the norm's gradient is in S
+  RmsNormBackward<S> rms_norm_backward_of_sums = nullptr;  // takes the norm's gradient in S
 
   /// out = x·Φ(x).
   void (*gelu)(const T* x, T* out, int64_t count) = nullptr;
 
-  /// Computes `out` again and turns the gradient by `out` into that by x, in place.
+  /// Recomputes `out` and turns the gradient with respect to `out` into the one with respect to x, in place.
   void (*gelu_backward)(const T* x, T* out, T* grad, int64_t count) = nullptr;
 
-  /// Cross-entropy of each row of logits. With `scale` ≠ 0 logits become their gradients, times that.
+  /// Cross-entropy of each row of logits. If `scale` ≠ 0, logits are replaced by their gradients times `scale`.
   void (*cross_entropy)(
       T* logits, const int64_t* targets, double* losses, double scale, int64_t rows,
       int64_t cols) = nullptr;
@@ -69,31 +70,30 @@ struct Kernels {
   /// x[row] = table[token of row]
   void (*embed)(const S* table, const int64_t* tokens, S* x, int64_t rows, int64_t cols) = nullptr;
 
-  /// grad[token of row] += x_grad[row], in the order of rows whatever the number of threads.
+  /// table_grad[token of row] += x_grad[row], in row order for any number of threads.
   void (*embed_backward)(
       const S* x_grad, const int64_t* tokens, S* table_grad, int64_t rows, int64_t cols) = nullptr;
 };
 
-/// Causal attention with rotary positions: heads are worked on one by one, by tiles of queries small enough for the
-/// cache; scores are never held whole, and computed anew in the backward pass.
+/// Causal attention with rotary positions. Each head is processed in tiles of queries that fit in cache. The full
+/// score matrix is never stored; the backward pass recomputes it.
 template <typename T>
 struct AttentionKernels {
   using S = Sum<T>;
 
-  /// Turns queries and keys in `qkv` by their positions, in place, and writes what heads see to `out`
-  /// ([batch·tokens, width]) and the logarithm of each softmax's sum to `log_sums` ([batch, heads,
-  /// tokens]).
+  /// Rotates queries and keys in `qkv` by their positions, in place. Writes the heads' outputs to `out`
+  /// ([batch·tokens, width]) and each softmax's log-sum-exp to `log_sums` ([batch, heads, tokens]).
   void (*forward)(
       const AttentionSizes& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums) = nullptr;
 
-  /// From the gradient by `out` that by `qkv` as it was before it was turned. `qkv`, `out` and `log_sums`
-  /// are what forward() left.
+  /// Turns the gradient with respect to `out` into the one with respect to `qkv` before rotation. `qkv`, `out` and
+  /// `log_sums` are as forward() left them.
   void (*backward)(
       const AttentionSizes& shape, const Rotary<S>& rotary, const T* qkv, const T* out,
       const S* log_sums, const T* out_grad, T* qkv_grad) = nullptr;
 };
 
-/// Those of an engine that is not portable; bf16 needs one that computes in it.
+/// The kernels of an engine other than portable. For bf16, the engine must compute in it.
 template <typename T>
 const Kernels<T>& kernels_of(Engine engine);
 template <typename T>

@@ -10,7 +10,7 @@ namespace {
 
 using group_muon::share_out;
 
-// So many elements are worth a thread's while.
+// Minimum number of elements per thread.
 constexpr int64_t kGrain = 1 << 14;
 
 template <typename Work>
@@ -50,7 +50,7 @@ void rms_norm_backward(
     for (int64_t j = 0; j < cols; ++j) dot += static_cast<S>(n[j]) * static_cast<S>(g[j]);
     const S mean = dot / static_cast<S>(cols), factor = inverse[row];
     const S keep = begin ? S{0} : S{1};
-    if (begin) std::fill_n(stream, cols, S{0});  // whatever it was, NaN too
+    if (begin) std::fill_n(stream, cols, S{0});  // it may hold NaN, which 0 · stream would keep
     for (int64_t j = 0; j < cols; ++j) {
       const S value =
           keep * stream[j] + factor * (static_cast<S>(g[j]) - static_cast<S>(n[j]) * mean);
@@ -95,7 +95,7 @@ void cross_entropy(
     for (int64_t j = 0; j < cols; ++j) {
       largest = static_cast<S>(logit[j]) > largest ? static_cast<S>(logit[j]) : largest;
     }
-    // Exponentials are kept where that loses no digits.
+    // Keep the exponentials if T can store them without rounding.
     const bool keep = std::is_same_v<T, S> && scale != 0;
     const auto wanted = static_cast<S>(logit[targets[row]]);
     S sum = 0;
@@ -127,7 +127,7 @@ void embed(const T* table, const int64_t* tokens, T* x, int64_t rows, int64_t co
 template <typename T>
 void embed_backward(
     const T* x_grad, const int64_t* tokens, T* table_grad, int64_t rows, int64_t cols) {
-  // Threads share the columns, so that no two write to one place.
+  // Each thread takes its own columns, so no two write to the same place.
   share_out(cols, kGrain / rows + 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = 0; row < rows; ++row) {
       const T* from = x_grad + row * cols;

@@ -1,4 +1,4 @@
-// Learning a byte-level vocabulary: merge the most frequent pair, again and again.
+// Learns a byte-level vocabulary by repeatedly merging the most frequent pair.
 
 #include <algorithm>
 #include <map>
@@ -19,7 +19,7 @@ struct Word {
   int64_t count;
 };
 
-// Frequency of a pair, and the words that hold it or once held it.
+// Frequency of a pair, and the words that contain it or once did.
 struct PairStatistics {
   int64_t count = 0;
   std::vector<uint32_t> words;
@@ -37,7 +37,7 @@ class Learner {
  public:
   explicit Learner(const PieceCounts& counts) {
     for (int byte = 0; byte < 256; ++byte) add_token(std::string(1, static_cast<char>(byte)));
-    // In a fixed order, whatever the hash map's.
+    // Sorted, so the result does not depend on the hash map's order.
     const std::map<std::string, int64_t> sorted(counts.begin(), counts.end());
     for (const auto& [piece, count] : sorted) {
       Word word{{}, count};
@@ -48,7 +48,7 @@ class Learner {
     for (const auto& [pair, statistics] : pairs_) queue_.push({statistics.count, pair});
   }
 
-  /// Merges the best pair; false if no pair is left.
+  /// Merges the most frequent pair; returns false if no pair is left.
   bool merge_best() {
     while (!queue_.empty()) {
       const auto [count, pair] = queue_.top();
@@ -66,7 +66,7 @@ class Learner {
   std::vector<std::string>& tokens() { return tokens_; }
 
  private:
-  // Two pairs may make the same bytes; they are one token.
+  // Two pairs may give the same bytes; they share one token.
   uint32_t add_token(const std::string& bytes) {
     const auto [found, is_new] = id_of_.try_emplace(bytes, static_cast<uint32_t>(tokens_.size()));
     if (is_new) tokens_.push_back(bytes);
@@ -96,7 +96,7 @@ class Learner {
         shorter.push_back(here ? merged : ids[i]);
         i += here ? 1 : 0;
       }
-      if (shorter.size() == ids.size()) continue;  // it held the pair once
+      if (shorter.size() == ids.size()) continue;  // it no longer contains the pair
       add_pairs(index, -1);
       ids = std::move(shorter);
       add_pairs(index, +1);
@@ -128,15 +128,16 @@ Vocabulary learn_vocabulary(
     const PieceCounts& counts, int64_t size, const std::function<void(int64_t)>& progress) {
   if (size < 257) {
     throw std::runtime_error(
-        "a byte-level vocabulary has 257 entries at least (256 bytes and the end of text), not " +
+        "a byte-level vocabulary needs at least 257 entries (256 bytes and end of text), not " +
         std::to_string(size));
   }
   Learner learner(counts);
   while (static_cast<int64_t>(learner.tokens().size()) + 1 < size) {
     if (!learner.merge_best()) {
       throw std::runtime_error(
-          "the text has pairs for a vocabulary of " + std::to_string(learner.tokens().size() + 1) +
-          " only, not of " + std::to_string(size) + "; ask for fewer entries or give more text");
+          "the text only has enough pairs for a vocabulary of " +
+          std::to_string(learner.tokens().size() + 1) + ", not " + std::to_string(size) +
+          "; ask for fewer entries or give more text");
     }
     if (progress) progress(static_cast<int64_t>(learner.tokens().size()) + 1);
   }

@@ -16,17 +16,17 @@ using torch::Tensor;
 
 constexpr double kRotaryBase = 10000;
 
-// fp32 at least.
+// Casts anything below fp32 to fp32.
 Tensor widened(const Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
 
-// No gain; in fp32, and back to what came.
+// RMS norm without a gain. Computes in at least fp32 and casts back.
 Tensor rms_norm(const Tensor& x) {
   const Tensor wide = widened(x);
   const Tensor scale = at::rsqrt(wide.square().mean(-1, /*keepdim=*/true) + kNormEps);
   return (wide * scale).to(x.scalar_type());
 }
 
-// A module that only carries names: "transformer", "h", "0", "attn", …
+// The child with this name, added if missing. Such modules only provide names: "transformer", "h", "0", "attn", …
 torch::nn::Module& child(torch::nn::Module& parent, const std::string& name) {
   for (const auto& item : parent.named_children()) {
     if (item.key() == name) return *item.value();
@@ -46,23 +46,23 @@ void check(const ModelShape& shape) {
   positive(shape.context, "context");
   positive(shape.vocabulary, "vocabulary");
   TORCH_CHECK_VALUE(
-      shape.width % shape.heads == 0, "heads should divide the width, but ", shape.heads,
+      shape.width % shape.heads == 0, "heads should divide width, but ", shape.heads,
       " heads do not divide a width of ", shape.width);
   TORCH_CHECK_VALUE(
-      shape.head_dim() % 2 == 0, "a head should have an even size for rotary positions, but ",
-      shape.width, " / ", shape.heads, " is ", shape.head_dim());
+      shape.head_dim() % 2 == 0, "head size should be even for rotary positions, but ", shape.width,
+      " / ", shape.heads, " is ", shape.head_dim());
   TORCH_CHECK_VALUE(
       shape.kv_heads >= 0 && shape.heads % shape.key_heads() == 0,
-      "kv_heads should divide the heads, but ", shape.kv_heads, " does not divide ", shape.heads);
+      "kv_heads should divide heads, but ", shape.kv_heads, " does not divide ", shape.heads);
   TORCH_CHECK_VALUE(
-      shape.vocabulary <= 65536, "vocabulary should be 65536 at most (tokens are 16 bits), not ",
+      shape.vocabulary <= 65536, "vocabulary should be at most 65536 (tokens are 16 bits), not ",
       shape.vocabulary);
 }
 
 double training_flops_per_token(const ModelShape& shape) {
   const auto width = static_cast<double>(shape.width);
   const double qkv = static_cast<double>((shape.heads + 2 * shape.key_heads()) * shape.head_dim());
-  const double weights = width * (qkv + width + 8 * width);  // a block's: Q, K, V; projection; MLP
+  const double weights = width * (qkv + width + 8 * width);  // per block: Q, K, V; projection; MLP
   const double attention = width * static_cast<double>(shape.context);  // QKᵀ and PV, half each
   const double forward = 2 * (static_cast<double>(shape.layers) * (weights + attention) +
                               width * static_cast<double>(shape.vocabulary));
@@ -107,7 +107,7 @@ Tensor Model::product(const Tensor& x, const Tensor& weight) const {
   return at::linear(x.to(precision_), weight.to(precision_));
 }
 
-// x: [batch, tokens, heads, head_dim]; the halves of a head turn together.
+// Rotary positions. x: [batch, tokens, heads, head_dim]; each entry of a head's first half is paired with its second.
 Tensor Model::rotated(const Tensor& x, int64_t first_position) const {
   const Tensor cos = weights_.cos.narrow(0, first_position, x.size(1)).unsqueeze(1);
   const Tensor sin = weights_.sin.narrow(0, first_position, x.size(1)).unsqueeze(1);
@@ -138,7 +138,7 @@ Tensor Model::attention(
     k = append(cache->layers[layer].keys, k);
     v = append(cache->layers[layer].values, v);
   }
-  // With a cache, tokens come one at a time after the prompt, and see all before them.
+  // With a cache, tokens after the prompt arrive one at a time and see everything before them.
   const bool causal = tokens > 1;
   const Tensor y = at::scaled_dot_product_attention(
       q, k, v, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/shape_.key_heads() != shape_.heads);
@@ -166,7 +166,7 @@ Tensor Model::loss(const Tensor& tokens, const Tensor& targets) {
 }
 
 double Model::add_gradients(const Tensor& tokens, const Tensor& targets, double share) {
-  TORCH_CHECK_VALUE(share != 0, "the share of a loss should not be 0");
+  TORCH_CHECK_VALUE(share != 0, "share should not be 0");
   if (has_simd_step()) return simd_step().run(tokens, targets, share);
   const auto timed = Timed(*profile_, Part::kModel);
   const Tensor mean = loss(tokens, targets);
@@ -201,7 +201,7 @@ Tensor Model::next_logits(const Tensor& tokens, KeyValueCache& cache) {
       cache.tokens + tokens.size(1) <= shape_.context, "the context of ", shape_.context,
       " tokens is full");
   TORCH_CHECK_VALUE(
-      cache.tokens == 0 || tokens.size(1) == 1, "after the first call tokens come one at a time");
+      cache.tokens == 0 || tokens.size(1) == 1, "after the first call, pass one token at a time");
   const Tensor last = hidden(tokens, &cache).select(1, -1);
   return product(last, weights_.wte).to(at::kFloat);
 }

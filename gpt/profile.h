@@ -1,5 +1,5 @@
 #pragma once
-// Where the time of training goes.
+// Training time by part of the step.
 
 #include <array>
 #include <chrono>
@@ -13,8 +13,8 @@ enum class Part {
   kNorm,
   kActivation,
   kLoss,
-  kWeights,  // copies in the precision of products
-  kModel,    // all of the above, where they cannot be told apart
+  kWeights,  // copying weights to the precision of products
+  kModel,    // all of the above, if they cannot be timed separately
   kOptimizer,
   kData,
   kDiagnostics,
@@ -34,7 +34,7 @@ class Profile {
   std::array<double, static_cast<size_t>(Part::kCount)> seconds_ = {};
 };
 
-/// Counts the time of a scope as this part's.
+/// Adds the time spent in a scope to `part`.
 class Timed {
  public:
   Timed(Profile& profile, Part part)

@@ -25,7 +25,7 @@ constexpr int64_t kHeaderBytes = kHeaderInts * 4;
   throw std::runtime_error("'" + path + "': " + what);
 }
 
-// Whether `word` stands in `name` with no letter before or after it.
+// Whether `name` contains `word` with no letter right before or after it.
 bool has_word(const std::string& name, const std::string& word) {
   const auto is_letter = [&](size_t at) {
     return at < name.size() && std::isalpha(static_cast<unsigned char>(name[at])) != 0;
@@ -36,8 +36,8 @@ bool has_word(const std::string& name, const std::string& word) {
   return false;
 }
 
-// A uniform permutation of [0, n) as a function: a four-round Feistel network over the next power of
-// four, walked until the value falls into range.
+// A pseudorandom permutation of [0, n), one index at a time: a four-round Feistel network over the next power of
+// four, applied repeatedly until the value falls in range.
 int64_t permuted(int64_t index, int64_t n, uint64_t key) {
   int half = 1;
   while ((int64_t{1} << (2 * half)) < n) ++half;
@@ -74,7 +74,7 @@ ShardWriter::ShardWriter(std::string folder, std::string split, int64_t shard_to
 ShardWriter::ShardWriter(ShardWriter&&) noexcept = default;
 
 ShardWriter::~ShardWriter() {
-  // Not finished: what was begun is not left lying about.
+  // Not finished: delete the partial shard.
   if (!shard_) return;
   std::fclose(shard_->file);
   std::remove((shard_->path + ".tmp").c_str());
@@ -171,7 +171,9 @@ TokenStream::TokenStream(const std::string& folder, const std::string& split, in
           path, "is not a token shard (its magic number is " + std::to_string(header[0]) +
                     ", not 20240520)");
     if (header[1] != kVersion)
-      fail(path, "is a shard of version " + std::to_string(header[1]) + "; version 1 is known");
+      fail(
+          path,
+          "is a shard of version " + std::to_string(header[1]) + "; only version 1 is supported");
     if (bytes != kHeaderBytes + 2 * int64_t{header[2]}) {
       fail(
           path, "is truncated: its header says " + std::to_string(header[2]) +
@@ -199,8 +201,8 @@ void TokenStream::read(int64_t position, int64_t count, int64_t* out) const {
       out[i] = file->tokens[offset + i];
       if (out[i] >= vocabulary_) {
         fail(
-            file->path, "holds token " + std::to_string(out[i]) + " at " +
-                            std::to_string(offset + i) + ", but the vocabulary has " +
+            file->path, "holds token " + std::to_string(out[i]) + " at position " +
+                            std::to_string(offset + i) + ", but the vocabulary size is " +
                             std::to_string(vocabulary_));
       }
     }
@@ -216,7 +218,7 @@ SequenceOrder::SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed
   if (windows_ < 1) {
     throw std::runtime_error(
         "the data has " + std::to_string(stream_size) + " tokens, too few for one sequence of " +
-        std::to_string(context) + " and its last target");
+        std::to_string(context) + " tokens plus its last target");
   }
 }
 

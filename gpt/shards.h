@@ -1,5 +1,5 @@
 #pragma once
-// Token shards: files of a header of 256 int32 {20240520, 1, tokens, 0 …}, then uint16 tokens.
+// Token shards: files with a header of 256 int32 {20240520, 1, number of tokens, 0 …}, followed by uint16 tokens.
 
 #include <cstdint>
 #include <memory>
@@ -8,8 +8,8 @@
 
 namespace gpt {
 
-/// Writes FOLDER/SPLIT_000000.bin, FOLDER/SPLIT_000001.bin, … of at most `shard_tokens` tokens. A shard
-/// has a temporary name until it is whole.
+/// Writes FOLDER/SPLIT_000000.bin, FOLDER/SPLIT_000001.bin, … with at most `shard_tokens` tokens each. A shard has a
+/// temporary name until it is complete.
 class ShardWriter {
  public:
   ShardWriter(std::string folder, std::string split, int64_t shard_tokens);
@@ -32,18 +32,18 @@ class ShardWriter {
   std::unique_ptr<Shard> shard_;
 };
 
-/// All shards of a split, read as one stream. Files are mapped, not loaded.
+/// All shards of a split, read as one stream. Files are memory-mapped.
 class TokenStream {
  public:
-  /// The files in `folder` whose names have the word `split` and end in .bin, in the order of their
-  /// names: train_000000.bin, fineweb_train_000001.bin, but not constrained.bin.
-  /// Every token must be below `vocabulary` (checked as it is read); errors name the file.
+  /// Opens the files in `folder` whose names contain the word `split` and end in .bin, sorted by name:
+  /// train_000000.bin, fineweb_train_000001.bin, but not constrained.bin. Every token must be below `vocabulary`
+  /// (checked when read). Errors name the file.
   TokenStream(const std::string& folder, const std::string& split, int64_t vocabulary);
   ~TokenStream();
   TokenStream(TokenStream&&) noexcept;
 
   int64_t size() const { return size_; }
-  /// Copies `count` tokens from `position` on to `out`; they must lie within the stream.
+  /// Copies `count` tokens, starting at `position`, to `out`. They must lie within the stream.
   void read(int64_t position, int64_t count, int64_t* out) const;
 
  private:
@@ -53,10 +53,10 @@ class TokenStream {
   int64_t vocabulary_;
 };
 
-/// Where the k-th training sequence starts. The stream is cut into windows of `context` tokens (the
-/// token after a window is its last target). Every epoch reads them in an order of its own, drawn
-/// from the seed, but the first, if not shuffled, as they are. A pure function of k, so that it does not matter how a
-/// batch is cut up, nor where a run was resumed.
+/// Where the k-th training sequence starts. The stream is cut into windows of `context` tokens (the token after a
+/// window is its last target). Every epoch reads them in its own order, drawn from the seed; the first epoch reads
+/// them in stream order unless `shuffle`. The start is a pure function of k, so it does not depend on how a batch is
+/// split or where a run was resumed.
 class SequenceOrder {
  public:
   SequenceOrder(int64_t stream_size, int64_t context, uint64_t seed, bool shuffle = false);

@@ -17,18 +17,18 @@ using group_muon::Product;
 using group_muon::readable;
 using torch::Tensor;
 
-// Logits of so many bytes stay in a cache between the products that use them; of so many rows they are worth the
-// products' packing; and more bytes are not held at a time.
+// Logits are computed in chunks of rows. A chunk of kCachedLogitBytes stays in cache between the products that use
+// it. With fewer than kLogitRows rows, packing for those products does not pay. kLogitBytes is the upper limit.
 constexpr int64_t kCachedLogitBytes = 8 << 20;
 constexpr int64_t kLogitRows = 512;
 constexpr int64_t kLogitBytes = 64 << 20;
-// Products with a longer inner side are added up in parts, which fit into the cache.
+// Products with a longer inner dimension are summed in parts that fit in cache.
 constexpr int64_t kLongestDepth = 4096;
 
 template <typename T>
 constexpr auto kType = c10::CppTypeToScalarType<T>::value;
 
-// A matrix in a buffer of ours, contiguous.
+// A contiguous matrix in one of our buffers.
 template <typename T>
 MatrixView<T> matrix(const Tensor& tensor, int64_t rows, int64_t cols) {
   return {tensor.data_ptr<std::remove_const_t<T>>(), rows, cols, cols};
@@ -41,7 +41,7 @@ Tensor as_tensor(const MatrixView<T>& view) {
       const_cast<Plain*>(view.data), {view.rows, view.cols}, {view.stride, 1}, kType<Plain>);
 }
 
-// out = alpha·A·B, added to what is there if `add`.
+// out = alpha·A·B, or out += alpha·A·B if `add`.
 template <typename In, typename Out>
 void product(Engine engine, Product<In, Out> p, bool add, Sum<In> alpha = 1) {
   if constexpr (!std::is_same_v<In, double>) {
@@ -49,7 +49,7 @@ void product(Engine engine, Product<In, Out> p, bool add, Sum<In> alpha = 1) {
     p.d = add ? p.out.data : nullptr;
     p.beta = 1;
     group_muon::multiply_shared(engine, p);
-  } else {  // for checks only
+  } else {  // for tests only
     const Tensor a = as_tensor(p.a), b = as_tensor(p.b);
     as_tensor(p.out).addmm_(
         p.transpose_a ? a.t() : a, p.transpose_b ? b.t() : b, add ? 1 : 0, alpha);
@@ -75,9 +75,8 @@ class SimdStepOf : public SimdStep {
     check_ids(tokens, "tokens");
     check_ids(targets, "targets");
     TORCH_CHECK_VALUE(
-        tokens.sizes() == targets.sizes(),
-        "there should be a target for every token, but tokens are ", tokens.sizes(),
-        " and targets ", targets.sizes());
+        tokens.sizes() == targets.sizes(), "tokens and targets should have the same shape, not ",
+        tokens.sizes(), " and ", targets.sizes());
     const Tensor in = tokens.contiguous(), wanted = targets.contiguous();
     prepare(in.size(0), in.size(1), share != 0);
     forward(in.const_data_ptr<int64_t>(), share != 0);
@@ -95,34 +94,34 @@ class SimdStepOf : public SimdStep {
         ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.is_cpu() && ids.numel() > 0, name,
         " should be a matrix of int64 on the CPU, not ", ids.sizes(), " of ", ids.scalar_type());
     TORCH_CHECK_VALUE(
-        ids.size(1) <= shape_.context, name, " of ", ids.size(1), " a row exceed the context of ",
-        shape_.context);
+        ids.size(1) <= shape_.context, name, " has ", ids.size(1),
+        " columns, more than the context of ", shape_.context);
     const auto [least, most] = at::aminmax(ids);
     TORCH_CHECK_VALUE(
         least.item<int64_t>() >= 0 && most.item<int64_t>() < shape_.vocabulary, name,
-        " should be from 0 to ", shape_.vocabulary - 1, ", but go from ", least.item<int64_t>(),
+        " should be from 0 to ", shape_.vocabulary - 1, ", but range from ", least.item<int64_t>(),
         " to ", most.item<int64_t>());
   }
 
-  // A weight, its copy in the precision of products, and its gradient while that is computed.
+  // A weight, its copy in the precision of products, and its gradient while it is being computed.
   struct Copy {
     Tensor master = {};
     Tensor copy = {};
     uint32_t version = 0;
-    Tensor gradient = {};  // the weight's own, or a new one that it gets in the end; none if frozen
-    bool add = false;      // there is something in it already
+    Tensor gradient = {};  // the weight's own, or a new one for it; undefined if frozen
+    bool add = false;      // the gradient already has a value to add to
 
     MatrixView<const T> view() const { return matrix<const T>(copy, copy.size(0), copy.size(1)); }
     MatrixView<S> grad() const { return matrix<S>(gradient, master.size(0), master.size(1)); }
   };
 
-  // What the backward pass needs of a layer.
+  // A layer's weights and what the backward pass needs.
   struct Layer {
     Copy qkv_weight, out_weight, up_weight, down_weight;
     Tensor normal1, inverse1, qkv, log_sums, heads, normal2, inverse2, up;
   };
 
-  static constexpr int64_t kMlp = 4;  // its width, in widths
+  static constexpr int64_t kMlp = 4;  // MLP width as a multiple of the model's width
 
   void prepare(int64_t batch, int64_t tokens, bool with_gradients) {
     const auto timed = Timed(profile_, Part::kWeights);
@@ -138,7 +137,7 @@ class SimdStepOf : public SimdStep {
     }
   }
 
-  // The copy follows the weight whenever that was written to.
+  // Updates the copy if the weight has changed, and sets up its gradient.
   void refresh(Copy& copy, const Tensor& master, bool with_gradients) {
     const auto version = static_cast<uint32_t>(master._version());
     if (!copy.copy.defined() || copy.version != version || !copy.master.is_same(master)) {
@@ -158,7 +157,7 @@ class SimdStepOf : public SimdStep {
     copy.gradient = copy.add ? master.grad() : at::empty_like(master.detach());
     TORCH_CHECK_VALUE(
         copy.gradient.is_contiguous() && copy.gradient.scalar_type() == kType<S>,
-        "engines of our own need contiguous gradients in ", kType<S>);
+        "engines other than portable need contiguous gradients of type ", kType<S>);
   }
 
   void publish_gradients() {
@@ -174,7 +173,7 @@ class SimdStepOf : public SimdStep {
     }
   }
 
-  // A buffer with room for rows × cols, kept for the next batch.
+  // A buffer with room for rows × cols elements, reused by later batches.
   template <typename E>
   E* room(Tensor& buffer, int64_t rows, int64_t cols) {
     if (!buffer.defined() || buffer.numel() < rows * cols)
@@ -186,10 +185,10 @@ class SimdStepOf : public SimdStep {
     return {room<E>(buffer, rows_, cols), rows_, cols, cols};
   }
 
-  // Activations of a layer; without gradients all layers share the first one's.
+  // Buffers for a layer's activations. Without gradients all layers share those of the first.
   Layer& saved(int64_t layer, bool with_gradients) { return layers_[with_gradients ? layer : 0]; }
 
-  // out = alpha·X·Wᵀ, or added to it.
+  // out = alpha·X·Wᵀ, or out += alpha·X·Wᵀ if `add`.
   template <typename Out>
   void linear(
       const MatrixView<const T>& x, const Copy& weight, const MatrixView<Out>& out, S alpha = 1,
@@ -200,13 +199,13 @@ class SimdStepOf : public SimdStep {
         alpha);
   }
 
-  // The gradient of Y = XWᵀ by X.
+  // Gradient of Y = XWᵀ with respect to X.
   template <typename Out>
   void input_backward(
       const MatrixView<const T>& y_grad, const Copy& weight, const MatrixView<Out>& x_grad) {
     const auto timed = Timed(profile_, Part::kMatmul);
     const auto w = weight.view();
-    // Only sums in S may be made in parts.
+    // Only sums in S may be split into parts.
     const int64_t part = std::is_same_v<Out, S> ? std::min(kLongestDepth, w.rows) : w.rows;
     for (int64_t k = 0; k < w.rows; k += part) {
       const int64_t depth = std::min(part, w.rows - k);
@@ -220,7 +219,7 @@ class SimdStepOf : public SimdStep {
     }
   }
 
-  // By W, added to the weight's.
+  // Gradient with respect to W, added to the weight's gradient.
   void weight_backward(
       const MatrixView<const T>& y_grad, const MatrixView<const T>& x, Copy& weight) {
     if (!weight.gradient.defined()) return;
@@ -246,7 +245,7 @@ class SimdStepOf : public SimdStep {
         rows_, shape_.width);
   }
 
-  // Also leaves stream_grad_·scale in `layer_grad_`.
+  // Also writes stream_grad_·scale to layer_grad_.
   template <typename G>
   void normalize_backward(
       const Tensor& normal, const Tensor& inverse, const G* normal_grad, bool begin, S scale) {
@@ -304,10 +303,11 @@ class SimdStepOf : public SimdStep {
     normalize(last_normal_, last_inverse_);
   }
 
-  // The mean loss; with gradients also that of the last norm's output. Some rows of logits at a time.
+  // Mean loss. With gradients, also computes those of the last norm's output and of the head. Works on one chunk of
+  // logit rows at a time.
   double loss(const int64_t* targets, double share) {
     const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
-    // Chunks of one size, a multiple of 16 rows.
+    // Chunks of equal size, a multiple of 16 rows.
     const int64_t row_bytes = vocabulary * static_cast<int64_t>(sizeof(T));
     const int64_t wanted = std::max(kCachedLogitBytes / row_bytes, kLogitRows);
     const int64_t most = std::max<int64_t>(1, std::min(wanted, kLogitBytes / row_bytes));
@@ -347,7 +347,7 @@ class SimdStepOf : public SimdStep {
     const auto narrow_grad = room_for<T>(narrow_grad_, width);
     for (int64_t i = shape_.layers; i-- > 0;) {
       Layer& layer = layers_[i];
-      // MLP. The activation is computed again, in time for the weight's gradient.
+      // MLP. The activation is recomputed before the weight's gradient needs it.
       input_backward(layer_grad, layer.down_weight, wide_grad);
       {
         const auto timed = Timed(profile_, Part::kActivation);
@@ -388,7 +388,7 @@ class SimdStepOf : public SimdStep {
   Weights weights_;
   Profile& profile_;
   AttentionSizes attention_sizes_;
-  int64_t rows_ = 0;  // tokens of the batch
+  int64_t rows_ = 0;  // number of tokens in the batch
   Copy embedding_;
   std::vector<Layer> layers_;
   Tensor stream_, stream_grad_;                      // [rows, width] in S
@@ -411,7 +411,8 @@ std::unique_ptr<SimdStep> make_simd_step(
       return std::make_unique<SimdStepOf<double>>(engine, shape, weights, profile);
     default:
       TORCH_CHECK_VALUE(
-          false, "engine ", group_muon::to_string(engine), " has no products in ", precision);
+          false, "engine ", group_muon::to_string(engine), " has no matrix products in ",
+          precision);
   }
 }
 

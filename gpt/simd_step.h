@@ -1,27 +1,31 @@
 #pragma once
-// The model's loss and gradients on our own engines: the forward and the backward pass written out,
-// layer by layer, with every buffer reused from batch to batch.
+// The model's loss and gradients on our own engines: forward and backward passes written out layer by layer. All
+// buffers are reused from batch to batch.
 
 #include <torch/types.h>
 
 #include <memory>
 
-#include "gpt/model.h"
 #include "gpt/profile.h"
+#include "gpt/weights.h"
+#include "group_muon/engine.h"
 
 namespace gpt {
 
-/// In one precision of products: bf16, float or (to check the formulas) double.
+using group_muon::Engine;
+
+/// Computes in one precision of products: bf16, float, or double (used to test the formulas).
 class SimdStep {
  public:
   virtual ~SimdStep() = default;
 
-  /// The mean cross-entropy of `targets` given `tokens`, both [batch, tokens] on the CPU. With
-  /// `share` ≠ 0 the gradients, times that, are added to those of the weights.
+  /// Mean cross-entropy of `targets` given `tokens`, both [batch, tokens] on the CPU. If `share` ≠ 0, also adds the
+  /// gradients, times `share`, to those of the weights.
   virtual double run(const torch::Tensor& tokens, const torch::Tensor& targets, double share) = 0;
 };
 
-/// The engine is not portable, and computes in the precision. `weights` are the model's own: contiguous, on the CPU, in fp32 (fp64 for double).
+/// The engine must not be portable and must compute in the precision. `weights` are the model's own: contiguous, on
+/// the CPU, in fp32 (fp64 for double).
 std::unique_ptr<SimdStep> make_simd_step(
     Engine engine, const ModelShape& shape, const Weights& weights, torch::ScalarType precision,
     Profile& profile);

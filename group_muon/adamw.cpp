@@ -11,7 +11,7 @@ namespace {
 using torch::Tensor;
 using torch::optim::AdamWParamState;
 
-// What one call of the kernel takes: tensors of one device and dtype.
+// Arguments of one kernel call: tensors of one device and dtype.
 struct FusedLists {
   std::vector<Tensor> params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
 };
@@ -30,7 +30,7 @@ AdamWParamState& state_of(
     slot = std::move(fresh);
   }
   auto& state = static_cast<AdamWParamState&>(*slot);
-  // After a load it may have another dtype.
+  // Loaded state may have another device or dtype.
   const auto fit = [&](const Tensor& buffer) {
     return buffer.defined() ? buffer.to(parameter.device(), parameter.scalar_type()) : buffer;
   };
@@ -56,7 +56,7 @@ Tensor FusedAdamW::step(LossClosure closure) {
       if (!parameter.grad().defined()) continue;
       TORCH_CHECK_TYPE(
           !parameter.grad().is_sparse(),
-          "group_muon: FusedAdamW does not take sparse gradients; a parameter of shape ",
+          "group_muon: FusedAdamW does not support sparse gradients, but a parameter of shape ",
           parameter.sizes(), " has one");
       auto& state = state_of(state_, parameter, options.amsgrad());
       state.step(state.step() + 1);
@@ -77,7 +77,7 @@ Tensor FusedAdamW::step(LossClosure closure) {
           lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
           lists.steps, options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
           options.amsgrad(), /*maximize=*/false);
-      // The fused kernel does not; without it autograd, and copies of weights, would miss the change.
+      // The fused kernel does not do this. Without it autograd and copies of weights would miss the change.
       for (const auto& parameter : lists.params) parameter.unsafeGetTensorImpl()->bump_version();
     }
   }

@@ -13,7 +13,7 @@ namespace {
 using torch::Tensor;
 using torch::optim::OptimizerParamGroup;
 
-// Whether the last parts of a dotted name are `ending`.
+// Whether the last components of a dotted name are `ending`.
 bool has_ending(const std::string& name, const std::string& ending) {
   if (name == ending) return true;
   const std::string dotted = "." + ending;
@@ -21,7 +21,7 @@ bool has_ending(const std::string& name, const std::string& ending) {
          name.compare(name.size() - dotted.size(), dotted.size(), dotted) == 0;
 }
 
-// Calls action(weight) for the weight of every module of one of these kinds.
+// Calls action(weight) for the weight of every module of these kinds.
 template <typename... Kinds, typename Action>
 void for_weights_of(torch::nn::Module& model, Action&& action) {
   const auto visit = [&](auto* module) {
@@ -32,7 +32,7 @@ void for_weights_of(torch::nn::Module& model, Action&& action) {
   }
 }
 
-// Weights that AdamW gets although they are matrices.
+// Matrices that go to AdamW.
 std::set<void*> adamw_matrices(torch::nn::Module& model, const AssembleOptions& options) {
   std::set<void*> found;
   for_weights_of<torch::nn::EmbeddingImpl, torch::nn::EmbeddingBagImpl>(
@@ -46,7 +46,7 @@ std::set<void*> adamw_matrices(torch::nn::Module& model, const AssembleOptions& 
   return found;
 }
 
-// Layouts of weights whose modules say what they are: convolutions, stored out × in × kernel or, if
+// Layouts of weights that are known from their module type: convolutions, stored as out × in × kernel or, if
 // transposed, in × out × kernel.
 std::map<void*, Layout> layouts_by_module(torch::nn::Module& model) {
   std::map<void*, Layout> found;
@@ -59,7 +59,7 @@ std::map<void*, Layout> layouts_by_module(torch::nn::Module& model) {
   return found;
 }
 
-// Parameters of one layout, with their names.
+// Parameters with the same layout, and their names.
 struct LayoutGroup {
   Layout layout;
   std::vector<Tensor> params;
@@ -100,8 +100,8 @@ Optimizers assemble(torch::nn::Module& model, const AssembleOptions& options) {
   }
   for (size_t i = 0; i < used.size(); ++i) {
     TORCH_CHECK_VALUE(
-        used[i], "group_muon: no matrix's name ends with '", options.layouts[i].first,
-        "', for which a layout is given");
+        used[i], "group_muon: no matrix has a name that ends with '", options.layouts[i].first,
+        "'; correct or remove its entry in layouts");
   }
   GroupMuonOptions defaults = options.muon;
   defaults.layout(plain()).names({});

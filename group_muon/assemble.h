@@ -1,5 +1,5 @@
 #pragma once
-// The usual split: Group Muon for the matrices of the blocks, AdamW for all the rest.
+// The usual split: Group Muon for the hidden matrices, AdamW for everything else.
 
 #include <torch/nn/module.h>
 
@@ -17,14 +17,14 @@ struct AssembleOptions {
   torch::optim::AdamWOptions adamw =
       torch::optim::AdamWOptions(3.6e-3).betas({0.9, 0.95}).weight_decay(0);
   /// Layouts of attention weights by the end of their names, such as {"attn.c_attn.weight", …};
-  /// the first that fits counts. Convolutions are flattened, other matrices plain.
+  /// the first match is used. Convolutions are flattened, other matrices are plain.
   std::vector<std::pair<std::string, Layout>> layouts = {};
-  /// Matrices for AdamW by the end of their names, besides the weights of embedding modules.
+  /// Matrices for AdamW by the end of their names, in addition to the weights of embedding modules.
   std::vector<std::string> adamw_names = {
       "lm_head.weight", "head.weight", "unembed.weight", "wte.weight", "wpe.weight"};
 };
 
-/// Both optimizers of a model, driven as one. AdamW steps first, as in the paper's recipe.
+/// Both optimizers of a model as one. AdamW steps first, as in the paper's recipe.
 struct Optimizers {
   FusedAdamW adamw;
   GroupMuon muon;
@@ -33,8 +33,8 @@ struct Optimizers {
   void zero_grad(bool set_to_none = true);
 };
 
-/// Embeddings, the head and everything that is no matrix go to AdamW; a weight under two names
-/// (a tied head) counts once, and goes to AdamW if either name says so.
+/// Embeddings, the head and everything that is not a matrix go to AdamW. A weight with two names (a tied
+/// head) is used once, and goes to AdamW if either name does.
 Optimizers assemble(torch::nn::Module& model, const AssembleOptions& options = {});
 
 }  // namespace group_muon

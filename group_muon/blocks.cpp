@@ -7,7 +7,7 @@ namespace {
 
 using at::Tensor;
 
-// A weight-shaped tensor as [matrices, rows, cols]: a view wherever its strides allow.
+// A weight-shaped tensor as [matrices, rows, cols]: a view if its strides allow.
 Tensor as_matrices(const Tensor& tensor, const Weight& weight) {
   const auto shape = shape_of(weight);
   return tensor.reshape({shape.count, shape.rows, shape.cols});
@@ -46,7 +46,7 @@ void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, do
   }
 }
 
-// [matrices, segment rows, cols] ↔ [matrices, groups, block rows, cols], or the same on columns.
+// [matrices, segment rows, cols] ↔ [matrices, groups, block rows, cols], or the same along columns.
 Tensor split_groups(const Tensor& matrices, const Slot& slot) {
   if (slot.axis == 0) return matrices.unflatten(1, {slot.groups, -1});
   return matrices.unflatten(2, {slot.groups, -1}).permute({0, 2, 1, 3});

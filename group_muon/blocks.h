@@ -1,5 +1,5 @@
 #pragma once
-// Blocks of heads taken out of weight-shaped tensors, and put back.
+// Takes blocks of heads out of weight-shaped tensors and puts them back.
 
 #include <ATen/core/Tensor.h>
 
@@ -7,14 +7,13 @@
 
 namespace group_muon {
 
-/// A weight-shaped tensor as [matrices, lines, length of one]: lines are rows, or columns where heads lie along
-/// those.
+/// A weight-shaped tensor as [matrices, lines, line length]. Lines are rows, or columns if heads lie along columns.
 at::Tensor as_lines(const at::Tensor& tensor, const Weight& weight);
 
-/// A slot's blocks of a weight-shaped tensor: [matrices, groups, block rows, block cols]. A view where it can be.
+/// A slot's blocks of a weight-shaped tensor: [matrices, groups, block rows, block cols]. A view if possible.
 at::Tensor take_blocks(const at::Tensor& tensor, const Weight& weight, const Slot& slot);
 
-/// Adds factor · blocks to where they are in a weight-shaped tensor.
+/// Adds factor · blocks to their rows (or columns) of a weight-shaped tensor.
 void add_blocks(
     const at::Tensor& tensor, const Weight& weight, const Slot& slot, const at::Tensor& blocks,
     double factor);

@@ -24,7 +24,7 @@ std::array<double, kRanks> tolerances_for(const Tensor& blocks, c10::ScalarType 
 
 double sum_of(const Tensor& tensor) { return tensor.sum().item<double>(); }
 
-// sigma: falling, [count, short side].
+// sigma: [count, short side], in decreasing order.
 Spectra spectra_of(const Tensor& sigma, const std::array<double, kRanks>& tolerances) {
   const Tensor largest = sigma.amax(-1, true);
   const Tensor sums = sigma.sum(-1, true);
@@ -49,17 +49,17 @@ Spectra spectra_of(const Tensor& sigma, const std::array<double, kRanks>& tolera
   return result;
 }
 
-// Roots of the eigenvalues of the small matrix XXᵀ, which has the squares of singular values.
+// Square roots of the eigenvalues of the small matrix XXᵀ, which are the squared singular values.
 Tensor estimated_singular_values(const Tensor& blocks) {
   const bool tall = blocks.size(1) > blocks.size(2);
   const Tensor x = (tall ? blocks.mT() : blocks).to(at::kDouble);
   return at::linalg_eigvalsh(at::bmm(x, x.mT())).clamp_min(0).sqrt().flip(-1);
 }
 
-// Squares of smaller ones drown in the rounding of XXᵀ.
+// Relative to the largest. Squares of smaller singular values are lost in the rounding of XXᵀ.
 constexpr double kSmallestEstimate = 3e-7;
 
-// The numbers of the lines that a segment has, rising.
+// The line numbers of a segment, in increasing order.
 std::vector<int64_t> lines_of(const Segment& segment) {
   std::vector<int64_t> lines;
   for (const auto start : segment.head_starts) {
@@ -86,13 +86,13 @@ Weight with_checked_layout(Weight weight) {
   return weight;
 }
 
-// O and s of a weight. `use(slot, its blocks)` is called for each segment.
+// O and s of a weight.
 struct Update {
   Tensor o;      // in the weight's shape, fp32 or fp64
   Tensor scale;  // [lines], fp64
 };
 
-// x: in the weight's shape.
+// x has the weight's shape. Calls use(slot, its blocks) for each segment.
 template <typename Use>
 Update update_of(const Tensor& x, const Weight& weight, const StepOptions& options, Use&& use) {
   Update update{
@@ -101,7 +101,7 @@ Update update_of(const Tensor& x, const Weight& weight, const StepOptions& optio
   for (const auto& slot : slots_of(weight, options)) {
     const Tensor blocks = take_blocks(x, weight, slot).flatten(0, 1);
     use(slot, blocks);
-    const auto orthogonalization = with_rank_tolerance(  // as the step has it
+    const auto orthogonalization = with_rank_tolerance(  // as in the step
         resolved(options.orthogonalize, x.device()), weight.value.scalar_type(),
         std::max(blocks.size(1), blocks.size(2)));
     const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
@@ -163,7 +163,7 @@ Spectra spectra(const Tensor& blocks, Accuracy accuracy, std::optional<c10::Scal
       blocks.sizes());
   if (blocks.numel() == 0) return {};
   auto tolerances = tolerances_for(blocks, data.value_or(blocks.scalar_type()));
-  if (!std::isfinite(blocks.abs().max().item<double>())) return no_spectra();  // LAPACK refuses NaN
+  if (!std::isfinite(blocks.abs().max().item<double>())) return no_spectra();  // LAPACK rejects NaN
   if (accuracy == Accuracy::kExact) return spectra_of(singular_values(blocks), tolerances);
   tolerances.back() = std::max(tolerances.back(), kSmallestEstimate);
   return spectra_of(estimated_singular_values(blocks), tolerances);
@@ -186,8 +186,8 @@ std::vector<Whitening> measure(
   TORCH_CHECK_VALUE(
       shape.count == matrix_shape(weight.value.sizes(), reported, weight.name).count,
       "group_muon: parameter '", weight.name,
-      "' is a stack of matrices in one layout, and not in the other");
-  // One block has its lines wherever the heads are.
+      "' is a stack of matrices in one layout but not in the other");
+  // A single block has no axis of its own; use that of the heads.
   Weight lying = weight;
   if (lying.layout.segments.empty()) lying.layout.axis = reported.axis;
 
@@ -197,7 +197,7 @@ std::vector<Whitening> measure(
       update_of(shaped, lying, options, [&](const Slot& slot, const Tensor& blocks) {
         parts.emplace_back(slot, spectra(blocks, accuracy, direction.scalar_type()));
       });
-  // Of every line.
+  // Sums over each line.
   const auto over_line = [](const Tensor& tensor) { return tensor.sum({0, 2}); };
   const Tensor fine = as_lines(o, lying).to(at::kDouble);
   const Tensor first_order = over_line(as_lines(weight.grad, lying).to(at::kDouble) * fine) * scale;
@@ -259,8 +259,8 @@ Comparison compare(const Whitening& grouped, const Whitening& full, double lr) {
   TORCH_CHECK_VALUE(lr >= 0, "group_muon: lr should be 0 or more, not ", lr);
   TORCH_CHECK_VALUE(
       grouped.rows == full.rows && grouped.cols == full.cols,
-      "group_muon: what is compared should be of one shape, not ", grouped.rows, "x", grouped.cols,
-      " and ", full.rows, "x", full.cols);
+      "group_muon: compared updates should have the same shape, not ", grouped.rows, "x",
+      grouped.cols, " and ", full.rows, "x", full.cols);
   Comparison result;
   if (grouped.of_blocks && full.of_blocks) {
     result.gain = grouped.of_blocks->nuclear_norm - full.of_blocks->nuclear_norm;
@@ -271,7 +271,7 @@ Comparison compare(const Whitening& grouped, const Whitening& full, double lr) {
   }
   result.norm_cost = grouped.squared_norm - full.squared_norm;
   result.first_order_gain = grouped.first_order - full.first_order;
-  // lr·gain against β/2·lr²·cost.
+  // Compares lr·gain with β/2·lr²·cost.
   const double cost = grouped.step_squared_norm - full.step_squared_norm;
   const double gain = result.first_order_gain;
   using Pays = BreakEven::Pays;

@@ -59,7 +59,7 @@ bool cpu_has_amx() {
 #if defined(__x86_64__)
   constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24;  // leaf 7, EDX
   constexpr unsigned kOsSavesState = 1U << 27;                  // leaf 1, ECX
-  constexpr unsigned kTileState = 3U << 17;                     // what the system saves
+  constexpr unsigned kTileState = 3U << 17;                     // state the OS must save
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kOsSavesState) == 0) return false;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
@@ -81,20 +81,18 @@ bool cpu_has_arm_bf16() {
 #endif
 }
 
-// The best engine that GROUP_MUON_CPU allows; kAuto: any.
+// The best engine that GROUP_MUON_CPU allows; kAuto: no limit.
 Engine most_allowed() {
   const char* name = std::getenv("GROUP_MUON_CPU");
   if (name == nullptr || *name == 0) return Engine::kAuto;
   for (const auto& [engine, known] : kNames) {
-    if (name == known) return engine;
+    if (name == known && engine != Engine::kAuto) return engine;
   }
   TORCH_CHECK_VALUE(
       false,
       "group_muon: the environment variable GROUP_MUON_CPU should name an engine (portable, ",
       "neon, avx2, avx512, avx512_bf16), not '", name, "'");
 }
-
-bool is_restricted() { return most_allowed() != Engine::kAuto; }
 
 std::string list(const std::vector<Engine>& engines) {
   std::string text;
@@ -121,20 +119,25 @@ Engine parse_engine(std::string_view name) {
       "': use auto, portable, neon, avx2, avx512 or avx512_bf16");
 }
 
-const std::vector<Engine>& engines_here() {
-  static const std::vector<Engine> engines = [] {
+const CpuFeatures& this_cpu() {
+  static const CpuFeatures cpu = [] {
     const Engine most = most_allowed();
-    std::vector<Engine> found = {Engine::kPortable};
+    const bool unrestricted = most == Engine::kAuto;
+    CpuFeatures found;
     [[maybe_unused]] const auto add = [&](Engine engine) {
-      if (cpu_has(engine) && (most == Engine::kAuto || engine <= most)) found.push_back(engine);
+      if (cpu_has(engine) && (unrestricted || engine <= most)) found.engines.push_back(engine);
     };
 #define GROUP_MUON_ADD(target, engine, ...) add(Engine::engine);
     GROUP_MUON_FOR_TARGETS(GROUP_MUON_ADD)
 #undef GROUP_MUON_ADD
+    found.amx = unrestricted && cpu_has_amx();
+    found.arm_bf16 = unrestricted && cpu_has_arm_bf16();
     return found;
   }();
-  return engines;
+  return cpu;
 }
+
+const std::vector<Engine>& engines_here() { return this_cpu().engines; }
 
 bool runs_here(Engine engine) {
   const auto& all = engines_here();
@@ -146,11 +149,13 @@ bool computes_in(Engine engine, c10::ScalarType precision) {
   return precision == c10::kFloat || (precision == c10::kBFloat16 && engine == Engine::kAvx512Bf16);
 }
 
-bool has_bf16(const c10::Device& device) {
-  if (!device.is_cpu()) return true;
-  if (runs_here(Engine::kAvx512Bf16)) return true;
-  return !is_restricted() && (cpu_has_amx() || cpu_has_arm_bf16());
+bool has_bf16(const CpuFeatures& cpu) {
+  const Engine best = cpu.engines.back();
+  return cpu.amx || cpu.arm_bf16 ||
+         (best != Engine::kPortable && computes_in(best, c10::kBFloat16));
 }
+
+bool has_bf16(const c10::Device& device) { return !device.is_cpu() || has_bf16(this_cpu()); }
 
 c10::ScalarType default_precision(Engine engine, const c10::Device& device) {
   const bool engine_has = engine == Engine::kAuto || computes_in(engine, c10::kBFloat16);
@@ -178,17 +183,20 @@ std::string bf16_cost() {
   return cost;
 }
 
+Engine default_engine(const CpuFeatures& cpu, c10::ScalarType precision) {
+  const Engine best = cpu.engines.back();
+  const bool libtorch_is_faster = precision == c10::kBFloat16 && cpu.amx;
+  return computes_in(best, precision) && !libtorch_is_faster ? best : Engine::kPortable;
+}
+
 Engine default_engine(const c10::Device& device, c10::ScalarType precision) {
-  if (!device.is_cpu()) return Engine::kPortable;
-  if (precision == c10::kBFloat16 && !is_restricted() && cpu_has_amx()) return Engine::kPortable;
-  const Engine best = engines_here().back();
-  return computes_in(best, precision) ? best : Engine::kPortable;
+  return device.is_cpu() ? default_engine(this_cpu(), precision) : Engine::kPortable;
 }
 
 void check_engine(Engine wanted, const c10::Device& device) {
   if (wanted == Engine::kAuto || wanted == Engine::kPortable) return;
   TORCH_CHECK_VALUE(
-      device.is_cpu(), "group_muon: engine ", to_string(wanted), " is for the CPU, not for ",
+      device.is_cpu(), "group_muon: engine ", to_string(wanted), " runs on the CPU, not on ",
       device, "; use auto or portable");
   TORCH_CHECK_VALUE(
       runs_here(wanted), "group_muon: engine ", to_string(wanted),
@@ -200,7 +208,7 @@ Engine resolved_engine(Engine wanted, const c10::Device& device, c10::ScalarType
   check_engine(wanted, device);
   TORCH_CHECK_VALUE(
       computes_in(wanted, precision), "group_muon: engine ", to_string(wanted),
-      " computes in fp32 only; choose that precision, or the engine auto or portable");
+      " does not compute in ", precision, "; use engine auto or portable, or precision float32");
   return wanted;
 }
 

@@ -19,8 +19,8 @@ Tensor newton_schulz(Tensor x, const std::vector<Coefficients>& coefficients) {
   return x;
 }
 
-// The product of the factors (aI + bR + cR²) of some steps, starting from R = XXᵀ: [B, short,
-// short]. All of R, Z and Q are polynomials in R, so they are symmetric and commute.
+// The product of the factors (aI + bR + cR²) of some steps, starting from R = XXᵀ: [B, short, short]. R, Z and Q are
+// always polynomials in the first R, so they are symmetric and commute.
 Tensor gram_factor(
     Tensor r, std::vector<Coefficients>::const_iterator step,
     std::vector<Coefficients>::const_iterator end) {
@@ -58,7 +58,7 @@ Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
   return x;
 }
 
-// U·Vᵀ over the singular values above the cut-off. LAPACK refuses NaN, so such blocks go round it.
+// U·Vᵀ over the singular values above the tolerance. LAPACK rejects NaN, so blocks that contain it bypass it.
 Tensor polar_factor(const Tensor& x, double rank_tolerance) {
   const Tensor finite = x.isfinite().flatten(-2).all(-1).unsqueeze(-1).unsqueeze(-1);
   const auto [u, s, vh] = at::linalg_svd(at::where(finite, x, at::zeros({}, x.options())), false);
@@ -81,7 +81,7 @@ Tensor orthogonalize_wide(const Tensor& x, const OrthogonalizeOptions& options) 
 
 }  // namespace
 
-// The largest entry is taken out first, since squares of entries below 1e-19 underflow in fp32.
+// Divides by the largest entry first, because squares of entries below 1e-19 underflow in fp32.
 Tensor normalized(const Tensor& x, const OrthogonalizeOptions& options) {
   const Tensor largest = at::maximum(x.amax({-2, -1}, true), -x.amin({-2, -1}, true));  // [B, 1, 1]
   const Tensor one = at::ones({}, x.options());

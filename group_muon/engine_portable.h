@@ -7,11 +7,11 @@
 
 namespace group_muon {
 
-/// Blocks of Frobenius norm 1 (a little less, by eps) in the working precision; zero stays zero. x: [count, rows, cols]
-/// in fp32 or fp64.
+/// Scales each block to Frobenius norm 1 (slightly less because of eps) in the working precision. Zero stays zero.
+/// x: [count, rows, cols] in fp32 or fp64.
 at::Tensor normalized(const at::Tensor& x, const OrthogonalizeOptions& options);
 
-/// Orthogonalizes all blocks in batched calls. x: [count, rows, cols] in fp32 or fp64; the options are resolved().
+/// Orthogonalizes all blocks in batched calls. x: [count, rows, cols] in fp32 or fp64. Options must be resolved().
 at::Tensor orthogonalize_portable(const at::Tensor& x, const OrthogonalizeOptions& options);
 
 }  // namespace group_muon

@@ -16,9 +16,10 @@ namespace {
 using at::Tensor;
 using c10::BFloat16;
 
-// After every step where blocks are nearly square: products with X cost no more than those of small matrices then, and
-// rounding is least. Else, beside a direction with much of the norm, what is small drowns in the rounding of R and
-// grows from step to step, so such blocks start anew more often.
+// Steps after which to restart. Nearly square blocks restart after every step: products with X then cost no more than
+// those of the small matrices, and rounding is smallest. In other blocks, if one direction has much of the norm,
+// small directions are lost in the rounding of R and the error grows with each step. Such dominated blocks restart
+// more often.
 struct Restarts {
   std::vector<int64_t> of_dominated;
   std::vector<int64_t> of_others;
@@ -43,7 +44,7 @@ Restarts restarts_for(int64_t short_side, int64_t long_side, const Orthogonalize
       gram_restarts(options.coefficients, kLooseCondition)};
 }
 
-// One block's iteration. R, Z, Q and W are short × short, in type Small; X, Y and the block as it is loaded in T.
+// The iteration of one block. R, Z, Q and W are short × short, of type Small; X, Y and the loaded block have type T.
 template <typename T, typename Small>
 class BlockIteration {
  public:
@@ -90,7 +91,7 @@ class BlockIteration {
   using Step = std::vector<Coefficients>::const_iterator;
   using Matrix = MatrixView<Small>;
 
-  // R ← scale²·XXᵀ, or XᵀX of a tall X.
+  // R ← scale²·XXᵀ, or scale²·XᵀX for a tall X.
   void gram(const MatrixView<const T>& x, float scale) {
     const bool tall = x.rows > x.cols;
     symmetric(
@@ -103,7 +104,7 @@ class BlockIteration {
             .transpose_b = !tall});
   }
 
-  // Whether some direction of X has much of the norm. ‖R‖ is the root of the sum of σ⁴.
+  // Whether one direction of X has much of the norm. ‖R‖ is the square root of Σσ⁴.
   bool is_dominated() const {
     constexpr float kDominated = 0.4F;
     float squares = 0;
@@ -114,8 +115,8 @@ class BlockIteration {
     return !(squares < kDominated * kDominated);
   }
 
-  // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from this R; of a single one
-  // without its aI, which is exact when applied apart.
+  // Q ← the product of the factors (aI + bR + cR²) of these steps, starting from the current R. For a single step aI
+  // is left out: applied separately, it is exact.
   void accumulate_factor(Step step, const Step& end) {
     const bool single = step + 1 == end;
     for (bool first = true; step != end; ++step, first = false) {
@@ -139,7 +140,7 @@ class BlockIteration {
     }
   }
 
-  // out = alpha·A·B + beta·D of symmetric matrices that commute.
+  // out = alpha·A·B + beta·D for commuting symmetric matrices.
   void symmetric(
       const Matrix& a, const Matrix& b, const Matrix& out, const Matrix& d, float alpha,
       float beta) {
@@ -158,7 +159,7 @@ class BlockIteration {
     shared_ ? multiply_symmetric_shared(engine_, product) : multiply_symmetric(engine_, product);
   }
 
-  // Subtracts it from Q's diagonal.
+  // Subtracts the mean of Q's diagonal from it and returns the mean.
   float take_mean_of_diagonal() {
     float sum = 0;
     for (int64_t i = 0; i < q_.rows; ++i) sum += q_.data[i * (q_.stride + 1)];
@@ -174,7 +175,7 @@ class BlockIteration {
     if constexpr (std::is_same_v<Small, T>) {
       q.data = q_.data;
     } else {
-      // Without what all directions share there is less to round.
+      // Without the part that all directions share, rounding loses less.
       identity += take_mean_of_diagonal();
       std::copy_n(q_.data, q_.rows * q_.cols, factor_);
       q.data = factor_;

@@ -1,6 +1,6 @@
 #pragma once
-// Our own engines: the Gram form of the Newton–Schulz iteration on our own matrix products, block by block. X is in T,
-// bf16 or float; the small matrices (all symmetric, all in cache) are in T too or, for Method::kAccurateGram, in fp32.
+// SIMD engines: the Gram form of the Newton–Schulz iteration, block by block, on our own matrix products. X has type
+// T, bf16 or float. The small matrices (all symmetric, all in cache) have type T or, for Method::kAccurateGram, fp32.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,24 +12,24 @@
 
 namespace group_muon {
 
-/// A block of any orientation. It is loaded, orthogonalized and stored while it is in cache.
+/// A block of any orientation. It stays in cache while it is loaded, orthogonalized and stored.
 template <typename T>
 struct SimdBlock {
   int64_t rows = 0;
   int64_t cols = 0;
-  /// Writes the block to this memory, row after row. Returns a factor that makes its Frobenius norm 1: it
-  /// is multiplied in on the way, so that no pass over the block is needed for it.
+  /// Writes the block to this memory, row by row. Returns the factor that makes its Frobenius norm 1. The
+  /// iteration multiplies by it, so no extra pass over the block is needed.
   std::function<float(T*)> load;
   std::function<void(const T*)> store;
 };
 
-/// Norms within which a block may come as it is: its squares are far from the ends of fp32.
+/// Norms for which a block needs no scaling: its squares are far from the limits of fp32.
 constexpr double kSmallestNorm = 1e-12;
 constexpr double kLargestNorm = 1e12;
 
-/// Orthogonalizes blocks of one shape, in any orientation. The options are resolved(), to an engine that is not
-/// portable. Where options.restarts are empty each block gets its own. Threads take whole blocks, and load and store
-/// them; what does not come out even is shared within its products.
+/// Orthogonalizes blocks of one shape, in any orientation. The options must be resolved() to a SIMD engine. If
+/// options.restarts is empty, restarts are chosen for each block. Each thread loads, orthogonalizes and stores whole
+/// blocks; for the blocks left over, the threads share each product.
 template <typename T>
 void orthogonalize_simd(
     const std::vector<SimdBlock<T>>& blocks, const OrthogonalizeOptions& options);

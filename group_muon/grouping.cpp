@@ -13,11 +13,10 @@
 namespace group_muon {
 namespace {
 
-// Every (seed, step, parameter, stream) owns a run of 2^20 counter values of the Philox generator.
+// Each (seed, step, parameter, stream) owns 2^20 consecutive counter values of the Philox generator.
 constexpr int kDrawBits = 20;
 
-// A uniform number in [0, bound) without modulo bias: values past the last whole multiple of
-// `bound` are drawn again.
+// A uniform number in [0, bound). Draws again for values that would cause modulo bias.
 uint32_t uniform_below(uint32_t bound, at::Philox4_32& generator) {
   const uint32_t reject_below = -bound % bound;
   for (;;) {
@@ -124,13 +123,13 @@ const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step) {
 GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std::string& where) {
   TORCH_CHECK_VALUE(!schedule.empty(), where, "no grouping is given; use 'all' for one group");
   TORCH_CHECK_VALUE(
-      schedule.front().from_step == 0, where, "the first grouping should hold from step 0, not ",
+      schedule.front().from_step == 0, where, "the first grouping should start at step 0, not ",
       schedule.front().from_step);
   for (size_t i = 0; i < schedule.size(); ++i) {
     auto& [group_size, rule, order, from_step] = schedule[i];
     TORCH_CHECK_VALUE(
         i == 0 || from_step > schedule[i - 1].from_step, where,
-        "the steps of a schedule should rise, but ", from_step, " follows ",
+        "the steps of a schedule should increase, but ", from_step, " follows ",
         schedule[i - 1].from_step);
     if (group_size == 0) group_size = num_heads;
     TORCH_CHECK_VALUE(
@@ -138,7 +137,7 @@ GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std
         " does not divide ", num_heads, " heads; use one of ", join(divisors(num_heads), ", "));
     TORCH_CHECK_VALUE(
         rule != GroupingRule::kGiven || is_permutation_of(num_heads, order), where, "the order ",
-        join(order, "-"), " should name each of the heads 0 … ", num_heads - 1, " once");
+        join(order, "-"), " should list each of the heads 0 … ", num_heads - 1, " exactly once");
     TORCH_CHECK_VALUE(
         rule == GroupingRule::kGiven || order.empty(), where, "the order ", join(order, "-"),
         " is given, but the rule is ", to_string(rule), "; use GroupingRule::kGiven");

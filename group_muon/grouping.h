@@ -10,46 +10,46 @@ namespace group_muon {
 
 enum class GroupingRule { kAdjacent, kInterval, kRandom, kGiven };
 
-/// Names a random partition. The draw is a pure function of these four numbers, so nothing has to
-/// be saved to repeat it, and every process draws the same.
+/// Key of a random partition. The draw is a pure function of these four numbers: nothing has to be
+/// saved to repeat it, and every process draws the same partition.
 struct RandomKey {
   uint64_t seed = 0;
   int64_t step = 0;
   uint64_t parameter = 0;  // parameter_key(name)
-  int64_t stream = 0;      // which of the parameter's segments
+  int64_t stream = 0;      // the segment's stream (layout.h)
 };
 
-/// A number for a parameter's name, the same on every machine.
+/// Hash of a parameter's name, the same on every machine.
 uint64_t parameter_key(std::string_view name);
 
 /// A uniformly random permutation of 0 … n-1, drawn for `key`.
 std::vector<int64_t> random_permutation(int64_t n, const RandomKey& key);
 
-/// How the heads of a segment are grouped, from `from_step` on.
+/// How the heads of a segment are grouped, starting at `from_step`.
 struct Grouping {
-  int64_t group_size = 0;  // g, heads in a group; 0: all of them
+  int64_t group_size = 0;  // g, heads per group; 0: all heads
   GroupingRule rule = GroupingRule::kAdjacent;
-  std::vector<int64_t> order = {};  // kGiven only: the heads, each run of g a group
+  std::vector<int64_t> order = {};  // kGiven only: order of the heads; each run of g is one group
   int64_t from_step = 0;
 
   bool operator==(const Grouping&) const = default;
 };
 
-/// Groupings with rising `from_step`, the first from step 0. Usually just one.
+/// Groupings with increasing `from_step`; the first starts at step 0. Usually there is only one.
 using GroupingSchedule = std::vector<Grouping>;
 
-/// The order in which heads are gathered; each run of g is one group. For 12 heads and g = 3:
-/// adjacent 0 1 2 | 3 4 5 | …    interval 0 4 8 | 1 5 9 | …    random: drawn anew for every key
+/// The order in which heads are gathered; each run of g heads is one group. For 12 heads and g = 3:
+/// adjacent 0 1 2 | 3 4 5 | …    interval 0 4 8 | 1 5 9 | …    random: a new draw for every key
 std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, const RandomKey& key);
 
-/// The grouping in force at `step`.
+/// The grouping used at `step`.
 const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step);
 
-/// The same schedule with g spelt out where it says "all", or an error that starts with `where`.
+/// Checks the schedule and replaces "all" by the number of heads. Errors start with `where`.
 GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std::string& where);
 
-/// Text and back: `6:random`, `all`, `3:7-2-10-0-5-9-1-4-11-3-6-8` (an order of the user's),
-/// `1:adjacent@0,6:random@2000` (a schedule). No rule means adjacent.
+/// Conversion from and to text: `6:random`, `all`, `3:7-2-10-0-5-9-1-4-11-3-6-8` (an explicit order),
+/// `1:adjacent@0,6:random@2000` (a schedule). The default rule is adjacent.
 GroupingSchedule parse_schedule(std::string_view text);
 std::string to_string(const GroupingSchedule& schedule);
 std::string to_string(GroupingRule rule);

@@ -14,7 +14,7 @@ namespace group_muon {
 namespace {
 
 constexpr Coefficients kConvergingTail{2.0, -1.5, 0.5};
-// However well conditioned: without X, errors of the small matrices are not noticed.
+// Most steps without a restart, however well conditioned: without X, errors of the small matrices go unnoticed.
 constexpr size_t kLongestPhase = 3;
 constexpr double kPolarExpressMargin = 1.01;
 constexpr double kPolarExpressGramMargin = 1.05;
@@ -35,13 +35,13 @@ const std::vector<Coefficients>& named_list(std::string_view name) {
       {2.300652019954817, -1.6689039845747493, 0.4188073119525673}};
   if (name == "quintic") return quintic;
   if (name == "polar_express") return polar_express;
-  if (name == "you_jiacheng" || name == "you") return you_jiacheng;  // "you": its old name
+  if (name == "you_jiacheng" || name == "you") return you_jiacheng;  // "you" is its old name
   TORCH_CHECK_VALUE(
       false, "group_muon: unknown coefficients '", name,
       "': use quintic, polar_express, you_jiacheng, or a list of (a, b, c)");
 }
 
-// The iteration for inputs a factor `margin` too large: p(x / margin).
+// The step p(x / margin), for inputs that are up to a factor `margin` too large.
 Coefficients with_margin(const Coefficients& k, double margin) {
   return {k.a / margin, k.b / std::pow(margin, 3), k.c / std::pow(margin, 5)};
 }
@@ -52,7 +52,7 @@ std::vector<Coefficients> coefficient_list(
     std::string_view name, int64_t steps, int64_t tail_steps, Method method) {
   TORCH_CHECK_VALUE(
       steps >= 0 && tail_steps >= 0 && steps + tail_steps <= 100,
-      "group_muon: steps and tail_steps should be 0 or more, and 100 together at most, not ", steps,
+      "group_muon: steps and tail_steps should be 0 or more, and together at most 100, not ", steps,
       " and ", tail_steps);
   const auto& list = named_list(name);
   const double margin = name != "polar_express" ? 1.0
@@ -71,8 +71,8 @@ std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int6
 }
 
 std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients, double limit) {
-  // The factor Q accumulated from one start to the next has eigenvalues q(x), x the singular values of
-  // X in [0, 1]. Follow a grid of them through all steps: products[i][k] is that of the first k factors.
+  // The factor Q accumulated between two restarts has eigenvalues q(x), where x in [0, 1] are the singular values
+  // of X. Follow a grid of x through all steps: products[i][k] is the product of the first k factors.
   constexpr int kGrid = 100;
   const size_t total = coefficients.size();
   std::vector<std::vector<double>> products;
@@ -95,7 +95,7 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
     }
     return largest / smallest;
   };
-  // For the first k steps: the restarts with the smallest worst condition, among those with that the smallest sum.
+  // For the first k steps: the restarts with the smallest worst condition number and, among those, the smallest sum.
   struct Choice {
     double worst = 0;
     double sum = 0;
@@ -106,7 +106,7 @@ std::vector<int64_t> gram_restarts(const std::vector<Coefficients>& coefficients
     const double only = condition(0, end);
     choices[end] = {only, only};
   }
-  // Allow one restart more, until that is enough or does not help.
+  // Allow one more restart until that is enough or does not help.
   for (size_t count = 1; count < total && choices[total].worst > limit; ++count) {
     auto better = choices;
     for (size_t begin = 1; begin < total; ++begin) {
@@ -210,13 +210,14 @@ void check(const OrthogonalizeOptions& options) {
       "group_muon: an iteration needs at least one step");
   TORCH_CHECK_VALUE(
       options.restarts.empty() || may_be_gram(options.method),
-      "group_muon: restarts are for the methods gram, accurate_gram and auto only");
+      "group_muon: restarts apply only to the methods gram, accurate_gram and auto");
   int64_t previous = 0;
   for (const auto restart : options.restarts) {
     TORCH_CHECK_VALUE(
         restart > previous && restart < static_cast<int64_t>(options.coefficients.size()),
-        "group_muon: restarts should rise and lie between 1 and ", options.coefficients.size() - 1,
-        " for ", options.coefficients.size(), " steps, but one is ", restart);
+        "group_muon: restarts should increase and lie between 1 and ",
+        options.coefficients.size() - 1, " for ", options.coefficients.size(),
+        " steps, but one is ", restart);
     previous = restart;
   }
 }
@@ -227,7 +228,8 @@ OrthogonalizeOptions resolved(OrthogonalizeOptions options, const c10::Device& d
   if (options.precision == kAutoPrecision) {
     options.precision = default_precision(can_be_gram ? options.engine : Engine::kAuto, device);
   }
-  options.engine = can_be_gram && options.precision != c10::kDouble
+  const bool left_to_us = options.engine == Engine::kAuto;
+  options.engine = can_be_gram && !(left_to_us && options.precision == c10::kDouble)
                        ? resolved_engine(options.engine, device, options.precision)
                        : Engine::kPortable;
   if (options.method == Method::kAuto) {

@@ -27,13 +27,13 @@ AttentionShape completed(AttentionShape shape) {
       ", ", shape.head_dim, ", ", shape.kv_heads, ", ", shape.value_dim);
   TORCH_CHECK_VALUE(
       shape.heads % shape.kv_heads == 0, "group_muon: ", shape.kv_heads,
-      " KV heads should divide the ", shape.heads, " query heads");
+      " KV heads do not divide the ", shape.heads, " query heads");
   return shape;
 }
 
 int64_t key_stream(const QkvGrouping& grouping) { return grouping.share_qk ? 0 : 1; }
 
-// Families of heads that alternate: part 0 of head 0, part 1 of head 0, part 0 of head 1, …
+// Interleaved parts of heads: part 0 of head 0, part 1 of head 0, part 0 of head 1, …
 Layout alternating(int64_t heads, std::vector<Segment> parts) {
   int64_t stride = 0;
   for (const auto& part : parts) {
@@ -56,7 +56,7 @@ std::string segment_where(std::string_view parameter, const Segment& segment) {
 
 const char* axis_name(Axis axis) { return axis == Axis::kRows ? "rows" : "columns"; }
 
-// Segments should cover 0 … length-1 once each.
+// Checks that the segments cover each of 0 … length-1 exactly once.
 void check_cover(const Layout& layout, int64_t length, std::string_view parameter) {
   std::vector<std::pair<int64_t, const Segment*>> heads;
   int64_t declared = 0;
@@ -71,7 +71,7 @@ void check_cover(const Layout& layout, int64_t length, std::string_view paramete
   TORCH_CHECK_VALUE(
       declared == length, "group_muon: parameter '", parameter, "' has ", length, " ", axis,
       ", but its layout declares ", declared, " (", sum,
-      "); give the head counts and sizes of the whole weight");
+      "); declare the head counts and sizes of the whole weight");
   std::sort(
       heads.begin(), heads.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   int64_t next = 0;
@@ -79,8 +79,8 @@ void check_cover(const Layout& layout, int64_t length, std::string_view paramete
     TORCH_CHECK_VALUE(
         start == next, segment_where(parameter, *segment),
         start < next ? "overlaps " : "leaves out ", axis, " ", std::min(start, next), " … ",
-        std::max(start, next) - 1, "; segments should cover every one of the ", length, " ", axis,
-        " once");
+        std::max(start, next) - 1, "; segments should cover each of the ", length, " ", axis,
+        " exactly once");
     next = start + segment->head_rows;
   }
 }
@@ -103,7 +103,7 @@ Segment parse_segment(std::string_view text) {
                      : evenly_spaced(count, parse_number(first, text), parse_number(stride, text));
   TORCH_CHECK_VALUE(
       segment.num_heads() == count, "group_muon: layout segment '", text, "' declares ", count,
-      " heads and ", segment.num_heads(), " places");
+      " heads but lists ", segment.num_heads(), " starts");
   segment.schedule = parse_schedule(grouping);
   if (!stream.empty()) segment.stream = parse_number(stream, text);
   return segment;
@@ -220,8 +220,8 @@ Layout with_grouping(Layout layout, const GroupingSchedule& grouping, std::strin
 MatrixShape matrix_shape(c10::IntArrayRef sizes, const Layout& layout, std::string_view parameter) {
   TORCH_CHECK_VALUE(
       sizes.size() >= 2, "group_muon: parameter '", parameter, "' of shape ", sizes, " has ",
-      sizes.size(), " dimension(s), but a layout needs a matrix; leave biases, gains and other ",
-      "vectors to AdamW");
+      sizes.size(), " dimension(s), but a layout needs a matrix; use AdamW for biases, gains and ",
+      "other vectors");
   const auto product = [](c10::IntArrayRef dims) {
     return std::accumulate(dims.begin(), dims.end(), int64_t{1}, std::multiplies<>());
   };
@@ -243,7 +243,7 @@ Layout checked(Layout layout, c10::IntArrayRef sizes, std::string_view parameter
         " heads of ", segment.head_rows, " ", axis_name(layout.axis), "; both should be positive");
     TORCH_CHECK_VALUE(
         !segment.name.empty() && segment.name.find_first_of(" =") == std::string::npos, where,
-        "a segment's name should be a word without blanks or '='");
+        "a segment's name should not be empty or contain spaces or '='");
     const auto* other = streams.try_emplace(segment.stream, &segment).first->second;
     TORCH_CHECK_VALUE(
         other->num_heads() == segment.num_heads(), where, "cannot share the random partition of '",
@@ -260,7 +260,7 @@ Layout parse_layout(std::string_view text) {
   Layout layout;
   TORCH_CHECK_VALUE(
       words[0] == "rows" || words[0] == "columns", "group_muon: layout '", text,
-      "' should start with 'rows' or 'columns', the side along which heads lie");
+      "' should start with 'rows' or 'columns', the axis along which heads lie");
   if (words[0] == "columns") layout.axis = Axis::kColumns;
   for (size_t i = 1; i < words.size(); ++i) {
     if (words[i] == "transposed") {

@@ -1,5 +1,5 @@
-// The core as torch operators, which is all that the Python door calls. Texts stand for layouts,
-// groupings and enums, so that they can be saved, compared and printed as they are.
+// The core as torch operators, the only functions the Python package calls. Layouts, groupings and enums are passed
+// as text, which can be saved, compared and printed directly.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -71,7 +71,7 @@ Floats spectra_fields(const Spectra& spectra) {
   return fields;
 }
 
-// A part after the other: its numbers in the order of Whitening's fields, the norms of its heads (before, then after), its name.
+// One entry per part: numbers in the order of Whitening's fields, norms of its heads (before, then after), its name.
 using MeasureResult = std::tuple<std::vector<Tensor>, std::vector<Tensor>, Texts>;
 
 MeasureResult as_tensors(const std::vector<Whitening>& parts) {
@@ -114,13 +114,13 @@ void warn_of_software_bf16(
       continue;
     }
     TORCH_WARN_ONCE(
-        "group_muon: this CPU has bfloat16 only in software: a product takes ", bf16_cost(),
-        " here. precision = \"float32\" avoids that");
+        "group_muon: this CPU has bfloat16 only in software, where a product takes ", bf16_cost(),
+        "; set precision = \"float32\" to avoid this");
     return;
   }
 }
 
-// Operators that take all of the step's options, which step_fields lists once for them.
+// Operators that take all of the step's options, listed once in step_fields.
 template <typename Fields>
 struct WithOptions;
 
@@ -136,7 +136,8 @@ struct WithOptions<GroupMuonOptions(Options...)> {
         grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
             names.size() == count && partitions.size() == count && seen_steps.size() == count &&
             lrs.size() == count && weight_decays.size() == count,
-        "group_muon: step_ needs lists of one length, that of the ", count, " weights");
+        "group_muon: step_ needs lists of equal length, with one entry for each of the ", count,
+        " weights");
     const auto step_opts = step_options(step_fields(options...));
     warn_of_software_bf16(weights, step_opts.orthogonalize);
     std::vector<Weight> list;
@@ -186,7 +187,7 @@ struct WithOptions<GroupMuonOptions(Options...)> {
             exact ? Accuracy::kExact : Accuracy::kEstimate));
   }
 
-  // Refuses what step_ would refuse; gradients may be missing.
+  // Rejects what step_ would reject. Gradients may be missing.
   static void check(
       const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& grads,
       const Texts& names, const std::string& layout, double lr, double weight_decay,
@@ -243,7 +244,7 @@ Tensor orthogonalize_op(
   return orthogonalize(blocks, options.orthogonalize);
 }
 
-// A step only writes data, which meta tensors do not have: takes its arguments, does nothing.
+// A step only writes data, which meta tensors do not have: drops its arguments and does nothing.
 void step_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
@@ -252,7 +253,7 @@ Tensor orthogonalize_meta(
     const Tensor& blocks, const std::string& method, const std::string&, const Floats&, int64_t,
     int64_t, const Ints&, const std::string& precision, const std::string& engine, double, bool,
     double) {
-  // What auto comes to on a device is not known of a tensor without one: as on the CPU.
+  // A meta tensor has no real device, so `auto` is resolved as on the CPU.
   auto dtype = parse_precision(precision);
   if (dtype == kAutoPrecision) {
     OrthogonalizeOptions options;
@@ -383,7 +384,7 @@ TORCH_LIBRARY(group_muon, m) {
     for (const auto engine : engines_here()) names.emplace_back(to_string(engine));
     return names;
   });
-  // What "auto" comes to: precision, engine and method.
+  // Resolves "auto": returns precision, engine and method.
   m.def(
       "resolved(str method, str precision, str engine, Device device) -> (str, str, str)",
       [](const std::string& method, const std::string& precision, const std::string& engine,

@@ -42,7 +42,7 @@ GroupMuonOptions& options_of(OptimizerParamGroup& group) {
   return static_cast<GroupMuonOptions&>(group.options());
 }
 
-// A name for each parameter: the group's own, or the place in the optimizer.
+// A parameter's name: given by the group, else its index in the optimizer.
 std::string parameter_name(const GroupMuonOptions& options, size_t in_group, size_t in_optimizer) {
   return options.names().empty() ? std::to_string(in_optimizer) : options.names()[in_group];
 }
@@ -53,7 +53,7 @@ std::string partition_name(const GroupMuonOptions& options, size_t in_group, siz
                                       : options.partitions()[in_group];
 }
 
-// All that can be said against a group before its first step.
+// Rejects a group for every error that can be found before its first step.
 void check_group(const OptimizerParamGroup& group, size_t first_index) {
   const auto& options = static_cast<const GroupMuonOptions&>(group.options());
   const auto shared = step_options(options);
@@ -72,7 +72,8 @@ void check_group(const OptimizerParamGroup& group, size_t first_index) {
   }
 }
 
-// Puts what "auto" comes to for these weights in its place. A group is on one device, or else its first weight decides.
+// Replaces precision "auto" by the choice for these weights. In a group on several devices the first weight with a
+// gradient decides.
 void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& options) {
   if (options.precision() != "auto") return;
   for (const auto& parameter : group.params()) {
@@ -83,7 +84,7 @@ void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& option
   }
 }
 
-// The momentum of a parameter, made at its first step; after a load it may have another dtype.
+// The state of a parameter, created at its first step. Loaded momentum may have another device or dtype.
 GroupMuonParamState& state_of(
     ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>& states,
     const torch::Tensor& parameter, const std::string& name) {
@@ -143,7 +144,7 @@ void GroupMuonOptions::serialize(torch::serialize::OutputArchive& archive) const
 }
 
 void GroupMuonOptions::serialize(torch::serialize::InputArchive& archive) {
-  // A field that an older version did not write keeps its default.
+  // Fields that an older version did not write keep their defaults.
   for_each_field([&](const char* name, auto member) {
     torch::IValue saved;
     if (!archive.try_read(name, saved)) return;
@@ -221,7 +222,7 @@ void GroupMuon::add_param_group(const OptimizerParamGroup& param_group) {
                           : nullptr;
   TORCH_CHECK_TYPE(
       given != nullptr || !param_group.has_options(),
-      "group_muon: a parameter group of GroupMuon takes GroupMuonOptions");
+      "group_muon: the options of a GroupMuon parameter group should be GroupMuonOptions");
   const GroupMuonOptions complete = given ? given->merged_with(defaults) : defaults;
   const OptimizerParamGroup group(
       param_group.params(), std::make_unique<GroupMuonOptions>(complete));
@@ -233,7 +234,7 @@ void GroupMuon::add_param_group(const OptimizerParamGroup& param_group) {
 }
 
 void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view segment) {
-  // All layouts are checked before the first is changed.
+  // Checks all layouts before changing any.
   std::vector<std::pair<GroupMuonOptions*, Layout>> changes;
   size_t index = 0;
   for (auto& group : param_groups_) {
@@ -254,7 +255,7 @@ void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view 
 
 std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::weights_of_next_step() {
   const torch::NoGradGuard no_grad;
-  // Parameter groups whose options allow it are stepped together, so that their blocks batch.
+  // Parameter groups with equal step options are stepped together, which batches their blocks.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
   size_t index = 0;
   for (auto& group : param_groups_) {

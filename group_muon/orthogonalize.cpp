@@ -23,7 +23,7 @@ at::Tensor orthogonalize(const at::Tensor& blocks, const OrthogonalizeOptions& g
   const auto options = with_rank_tolerance(
       resolved(given, blocks.device()), blocks.scalar_type(), std::max(rows, cols));
   if (blocks.numel() == 0) return blocks.to(options.precision);
-  // fp32 at least, until the blocks are normalized.
+  // At least fp32 until the blocks are normalized.
   at::Tensor x = blocks.reshape({-1, rows, cols});
   x = x.to(
       options.precision == at::kDouble || x.scalar_type() == at::kDouble ? at::kDouble

@@ -1,6 +1,6 @@
 #pragma once
-// torch's threads behind a plain function. Files that are compiled for one kind of CPU use it: at::parallel_for would
-// leave functions in them that the linker could take for everybody's.
+// torch's threads behind a plain function, for files compiled for one kind of CPU: at::parallel_for would leave
+// inline functions in them that the linker could use for all other files.
 
 #include <c10/util/FunctionRef.h>
 
@@ -8,7 +8,7 @@
 
 namespace group_muon {
 
-/// Calls work(begin, end) for parts of [0, count) in all threads; a part has at least `grain`.
+/// Calls work(begin, end) in parallel for parts of [0, count) with at least `grain` elements each.
 void share_out(
     int64_t count, int64_t grain, c10::function_ref<void(int64_t begin, int64_t end)> work);
 

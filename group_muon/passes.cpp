@@ -10,7 +10,7 @@
 namespace group_muon {
 namespace {
 
-// Rows of so many elements together are worth a thread's while.
+// Minimum number of elements per thread.
 constexpr int64_t kGrain = 1 << 15;
 
 template <typename Work>
@@ -36,7 +36,7 @@ double momentum_pass(
     Engine engine, const RowMap& map, const MomentumRule& rule, const float* grad, float* momentum,
     T* block) {
   const auto& kernels = kernels_of<T>(engine);
-  // Summed in the order of rows, whatever the threads.
+  // Summed in row order, independent of the threads.
   std::vector<double> squares(map.rows.size());
   for_rows(map, [&](int64_t i, int64_t in_block, int64_t in_matrix) {
     squares[i] = kernels.momentum_row(

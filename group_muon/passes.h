@@ -1,5 +1,5 @@
 #pragma once
-// The elementwise work of a step in two passes over memory, by our own engines:
+// The elementwise work of a step on SIMD engines, in two passes over memory:
 //   gradient, momentum → momentum, block, its norm        block, weight → weight
 
 #include <c10/util/ArrayRef.h>
@@ -11,22 +11,22 @@
 
 namespace group_muon {
 
-/// How momentum is made and looked ahead with; see StepOptions.
+/// How momentum is accumulated, and whether to look ahead; see StepOptions.
 struct MomentumRule {
   float momentum = 0;
   bool nesterov = false;
   bool average = false;
 };
 
-/// A block of contiguous fp32 matrices of `cols` columns: row i of the block is row rows[i] of the matrix.
+/// The rows of a block in contiguous fp32 matrices with `cols` columns: row i of the block is matrix row rows[i].
 struct RowMap {
   c10::ArrayRef<int64_t> rows;
-  int64_t first_row = 0;  // added to all of them
+  int64_t first_row = 0;  // added to each of `rows`
   int64_t cols = 0;
 };
 
-/// Updates these rows of momentum and writes what is to be orthogonalized to `block`, row after row, in T: float, or
-/// bf16 if the engine computes in it. Returns the sum of squares before they are rounded.
+/// Updates these rows of momentum and writes the matrix to orthogonalize to `block`, row by row, as T: float, or bf16
+/// if the engine computes in it. Returns the sum of its squares before rounding.
 template <typename T>
 double momentum_pass(
     Engine engine, const RowMap& map, const MomentumRule& rule, const float* grad, float* momentum,

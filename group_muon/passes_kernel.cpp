@@ -12,7 +12,7 @@ Vec lerp(const Vec& from, const Vec& to, const Vec& weight) {
   return at::vec::fmadd(to - from, weight, from);
 }
 
-// Squares in fp64, which has room for those of all fp32 numbers.
+// In fp64, whose range covers the squares of all fp32 numbers.
 double sum_of_squares(const float* values, int64_t count) {
   double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -26,7 +26,7 @@ double sum_of_squares(const float* values, int64_t count) {
 template <typename T>
 double momentum_row(
     int64_t cols, const MomentumRule& rule, const float* grad, float* momentum, T* block) {
-  constexpr int64_t kChunk = 8 * kLanes;  // the look-ahead before it is rounded, in cache
+  constexpr int64_t kChunk = 8 * kLanes;  // keeps the unrounded look-ahead in cache
   const Vec mu(rule.momentum), rest(1 - rule.momentum);
   const bool nesterov = rule.nesterov, average = rule.average;
   float directions[kChunk];

@@ -1,5 +1,5 @@
 #pragma once
-// What an engine knows about passes: how one row is done.
+// What each SIMD engine implements for the passes: the work on one row.
 
 #include "group_muon/passes.h"
 #include "group_muon/targets.h"

@@ -24,7 +24,7 @@ std::vector<int64_t> rows_in_order(const Segment& segment, const std::vector<int
   return rows;
 }
 
-// A layout without segments is one head that is the whole matrix.
+// A layout without segments is a single head: the whole matrix.
 std::vector<Segment> segments_of(const Layout& layout, int64_t length) {
   if (!layout.segments.empty()) return layout.segments;
   return {
@@ -38,7 +38,7 @@ OutIn out_in(const Layout& layout, int64_t rows, int64_t cols) {
   return layout.transposed ? OutIn{cols, rows} : OutIn{rows, cols};
 }
 
-// The slot of one segment; its blocks are rows × cols before they are turned on their side.
+// The slot of one segment. Its blocks are rows × cols before any transpose.
 struct ShapedSlot {
   Slot slot;
   int64_t rows;
@@ -68,7 +68,7 @@ ShapedSlot plan_segment(
   return {std::move(slot), rows, cols};
 }
 
-// Whether an engine of our own can read and write the weight where it is: contiguous fp32, heads along rows.
+// Whether a SIMD engine can read and write the weight in place: contiguous fp32, heads along rows.
 bool can_be_in_place(const Weight& weight, const OrthogonalizeOptions& options) {
   const auto fits = [](const Tensor& tensor) {
     return tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() &&
@@ -87,29 +87,29 @@ MatrixShape shape_of(const Weight& weight) {
 void check_value(const Tensor& value, const std::string& name, bool average) {
   TORCH_CHECK_TYPE(
       value.layout() == at::kStrided, "group_muon: parameter '", name, "' is ", value.layout(),
-      ", but Group Muon steps dense (strided) weights only");
+      ", but Group Muon supports only dense (strided) weights");
   TORCH_CHECK_TYPE(
       value.is_floating_point(), "group_muon: parameter '", name, "' is ", value.scalar_type(),
-      ", but Group Muon steps real floating-point weights only");
+      ", but Group Muon supports only real floating-point weights");
   TORCH_CHECK_TYPE(
       value.scalar_type() != at::kHalf || average, "group_muon: parameter '", name,
-      "' is Half, in which momentum as a sum overflows; use average momentum, or keep weights in ",
+      "' is Half, in which summed momentum overflows; set average to true, or keep weights in ",
       "bfloat16 or float32");
 }
 
 void check_grad(const Tensor& value, const Tensor& grad, const std::string& name) {
   TORCH_CHECK_TYPE(
       grad.layout() == at::kStrided, "group_muon: parameter '", name,
-      "' has a sparse gradient, but Group Muon needs dense ones");
+      "' has a sparse gradient, but Group Muon supports only dense gradients");
   TORCH_CHECK_VALUE(
       grad.sizes() == value.sizes(), "group_muon: parameter '", name, "' has shape ", value.sizes(),
-      ", but its gradient has ", grad.sizes());
+      ", but its gradient has shape ", grad.sizes());
 }
 
 void check_momentum(const Tensor& value, const Tensor& momentum, const std::string& name) {
   TORCH_CHECK_VALUE(
       momentum.sizes() == value.sizes(), "group_muon: parameter '", name, "' has shape ",
-      value.sizes(), ", but its momentum has ", momentum.sizes());
+      value.sizes(), ", but its momentum has shape ", momentum.sizes());
 }
 
 std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options) {
@@ -144,7 +144,7 @@ Plan make_plan(
           short_side, long_side, momentum.device().str(), momentum.scalar_type(), in_place};
       const int64_t max_blocks =
           in_place ? std::numeric_limits<int64_t>::max() : max_elements / (short_side * long_side);
-      // Stacked matrices may go to several buckets.
+      // Stacked matrices may be split over several buckets.
       for (int64_t matrix = 0; matrix < shape.count;) {
         const auto found = open.find(key);
         int64_t room =

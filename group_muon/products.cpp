@@ -13,11 +13,11 @@ namespace {
 
 using c10::BFloat16;
 
-// Packed panels of so many entries are kept in the cache while rows of A go by.
+// Number of entries in a group of packed panels, which stays in cache while rows of A stream past.
 constexpr int64_t kGroupEntries = 1 << 16;
-// Tiles of A that one thread packs in one go.
+// Tiles of A that a thread packs at a time.
 constexpr int64_t kTilesTogether = 16;
-// A thread's strip of a packed A.
+// Number of entries in a thread's strip of packed A.
 constexpr int64_t kStripEntries = 1 << 17;
 
 template <typename In, typename Out>
@@ -29,7 +29,7 @@ GROUP_MUON_DEFINE_LOOKUP(
 GROUP_MUON_DEFINE_LOOKUP(
     GROUP_MUON_FOR_BF16_TARGETS, kernels_of, kBf16ToFloatProducts, ProductKernels<BFloat16, float>)
 
-// Scratch memory of this thread, kept from product to product.
+// Per-thread workspace, kept between products.
 float* room_in(std::vector<float>& memory, int64_t size) {
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
   return memory.data();
@@ -43,7 +43,7 @@ float* left_memory(int64_t size) {
   return room_in(memory, size);
 }
 
-// Runs work(i) for all i < count: here, or in all threads.
+// Runs work(i) for all i < count, in this thread or in parallel.
 const auto run_here = [](int64_t count, auto&& work) {
   for (int64_t i = 0; i < count; ++i) work(i);
 };
@@ -69,12 +69,12 @@ struct Work {
   int64_t rows() const { return product.out.rows; }
   int64_t panels() const { return parts(product.out.cols, kernels.panel); }
   int64_t tiles() const { return parts(rows(), kernels.tile_rows); }
-  // Of k. There is always one, if an empty one, since `out` is to be written.
+  // Stretches of k. There is at least one, possibly empty, because `out` must be written.
   int64_t stretches() const { return std::max<int64_t>(1, parts(product.depth(), kernels.depth)); }
   Span k(int64_t i) const { return stretch(i, kernels.depth, product.depth()); }
   int64_t longest() const { return entries<In>(std::min(kernels.depth, product.depth())); }
 
-  // Panels of B that are packed together. One alone, where it fits into the first cache.
+  // Number of panels of B packed together. In bf16 it is one if a panel fits in the L1 cache.
   int64_t group() const {
     constexpr int64_t kFirstCache = 1 << 13;
     if (std::is_same_v<In, BFloat16> && longest() * kernels.panel <= kFirstCache) return 1;
@@ -82,7 +82,7 @@ struct Work {
         kGroupEntries / std::max<int64_t>(1, longest() * kernels.panel), 1, panels());
   }
 
-  // These rows of these panels for one stretch of k. `left` is packed from the first row on, or null.
+  // Computes these rows of these panels for one stretch of k. `left` is packed starting at the first row, or null.
   void compute(int64_t i, Span rows, Span panels, const float* left) const {
     const int64_t size = entries<In>(k(i).size()) * kernels.panel;
     float* right = right_memory(panels.size() * size);
@@ -92,25 +92,25 @@ struct Work {
     kernels.compute(product, k(i), rows, panels, left, right, symmetric);
   }
 
-  // Tiles reach below the diagonal, where only one may write: after all of them.
+  // Runs after all tiles: they also write below the diagonal, and only one thread may write there at a time.
   template <typename Run>
   void mirror(Run&& run) const {
     if (!symmetric) return;
     run(panels(), [&](int64_t panel) { kernels.mirror(product.out, panel); });
   }
 
-  // The i-th of `count` groups. Late ones of a symmetric product are longer than early ones, so each thread gets
-  // some of both ends.
+  // The i-th of `count` groups. Late groups of a symmetric product take longer than early ones, so each thread gets
+  // groups from both ends.
   int64_t in_turn(int64_t i, int64_t count) const {
     if (!symmetric) return i;
     return i % 2 == 0 ? i / 2 : count - 1 - i / 2;
   }
 
-  // By panels: all rows of A, which is read where it is or was packed as a whole.
+  // Splits the work by panels. A is read in place or packed as a whole.
   template <typename Run>
   void by_panels(Run&& run, int64_t threads) const {
-    // So many groups of panels that every thread gets some; where there are few panels, rows are cut, too. A piece of
-    // rows is large enough to be worth its packing.
+    // Enough groups of panels for all threads. If there are few panels, rows are split as well, into pieces large
+    // enough to be worth packing the panels for.
     const int64_t even = panels() / (8 * threads);
     const int64_t size = threads == 1 ? group() : std::clamp<int64_t>(even, 1, group());
     const int64_t groups = parts(panels(), size);
@@ -142,15 +142,15 @@ struct Work {
     mirror(run);
   }
 
-  // Whether A should be packed: its rows would leave the cache between one group of panels and the next, and there are
-  // enough panels for that to pay. Rows that lie a multiple of 4 KB apart crowd each other out of the cache sooner.
+  // Whether to pack A: its rows would leave the cache between groups of panels, and there are enough panels to make
+  // it worthwhile. Rows a multiple of 4 KB apart evict each other from the cache sooner.
   bool is_large() const {
     constexpr int64_t kLargest = 1 << 19, kManyPanels = 24, kCrowded = 1024, kSomePanels = 8;
     if (!std::is_same_v<In, float> || rows() * longest() <= kLargest) return false;
     return panels() >= (product.a.stride % kCrowded == 0 ? kSomePanels : kManyPanels);
   }
 
-  // Each thread packs strips of A that stay in its cache, B is packed once.
+  // Splits the work by strips of A, which each thread packs into its own cache. B is packed once.
   template <typename Run>
   void by_strips(Run&& run, int64_t threads) const {
     for (int64_t j = 0; j < stretches(); ++j) {
@@ -159,7 +159,7 @@ struct Work {
       float* right = right_memory(panels() * size);
       run(panels(),
           [&](int64_t panel) { kernels.pack_right(product, k(j), panel, right + panel * size); });
-      // As many strips for each thread.
+      // The same number of strips for each thread.
       const int64_t largest = std::max<int64_t>(1, kStripEntries / std::max<int64_t>(1, tile));
       const int64_t strips = parts(parts(tiles(), largest), threads) * threads;
       const int64_t strip = parts(tiles(), strips);
@@ -235,13 +235,25 @@ template <typename In, typename Out>
 void multiply_packed(
     Engine engine, const Product<In, Out>& product, const PackedRight<In>& packed) {
   const auto& kernels = kernels_of<In, Out>(engine);
-  const int64_t panels = parts(product.out.cols, kernels.panel);
+  const int64_t depth = product.depth(), cols = product.out.cols;
+  TORCH_CHECK_VALUE(
+      !product.transpose_a && depth <= packed.depth && cols <= packed.cols,
+      "group_muon: a product of ", depth, " × ", cols, " does not fit what was packed, ",
+      packed.depth, " × ", packed.cols);
+  TORCH_CHECK_VALUE(
+      (std::is_same_v<In, float>) || depth % 2 == 0 || depth == packed.depth,
+      "group_muon: a part of what was packed in bf16 should have an even number of rows, not ",
+      depth);
+  const int64_t panels = parts(cols, kernels.panel);
   const int64_t packed_panels = parts(packed.cols, kernels.panel);
   const float* right = packed.entries.data();
-  for (int64_t begin = 0; begin < product.depth(); begin += kernels.depth) {
-    const Span k{begin, std::min(begin + kernels.depth, product.depth())};
-    // A panel may be deeper than this product.
-    const int64_t size = entries<In>(std::min(kernels.depth, packed.depth - begin)) * kernels.panel;
+  // There is always one stretch of k, possibly empty, because `out` has to be written.
+  const int64_t stretches = std::max<int64_t>(1, parts(depth, kernels.depth));
+  for (int64_t i = 0; i < stretches; ++i) {
+    const Span k = stretch(i, kernels.depth, depth);
+    // A packed panel may be deeper than this product.
+    const int64_t size =
+        entries<In>(stretch(i, kernels.depth, packed.depth).size()) * kernels.panel;
     const int64_t group = entries<In>(k.size()) * kernels.panel == size ? panels : 1;
     for (int64_t panel = 0; panel < panels; panel += group) {
       kernels.compute(

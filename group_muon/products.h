@@ -1,6 +1,6 @@
 #pragma once
-// Matrix products of our own, summed in fp32 in an order that does not depend on the number of threads. Symmetric
-// results cost little more than half: only what lies on and above the diagonal is computed.
+// Our own matrix products, summed in fp32 in an order that does not depend on the number of threads. Symmetric
+// results cost little more than half: only the part on and above the diagonal is computed.
 
 #include <c10/util/BFloat16.h>
 
@@ -11,7 +11,7 @@
 
 namespace group_muon {
 
-/// Rows lie `stride` elements apart.
+/// A matrix whose rows are `stride` elements apart.
 template <typename T>
 struct MatrixView {
   T* data = nullptr;
@@ -25,8 +25,8 @@ MatrixView<const T> readable(const MatrixView<T>& view) {
   return {view.data, view.rows, view.cols, view.stride};
 }
 
-/// out = alpha·A·B + beta·D, where A and B may be given by their transposes. D lies as `out` does and
-/// may be `out`, or nothing. In and Out are bf16 or float (not float → bf16).
+/// out = alpha·A·B + beta·D, where A and B may be given as their transposes. D has the same memory layout as `out`;
+/// it may be `out` itself or null. In and Out are bf16 or float (but not float → bf16).
 template <typename In, typename Out>
 struct Product {
   MatrixView<const In> a = {};
@@ -41,22 +41,21 @@ struct Product {
   int64_t depth() const { return transpose_a ? a.rows : a.cols; }
 };
 
-/// In this thread. The engine is one that runs here, and not portable; bf16 needs one that computes in it.
+/// Computes the product in this thread. Needs a SIMD engine that runs here and, for bf16, one that computes in it.
 template <typename In, typename Out>
 void multiply(Engine engine, const Product<In, Out>& product);
 
-/// The same for a result that is known to be symmetric: XXᵀ, or a product of commuting symmetric
-/// matrices.
+/// The same for a result known to be symmetric: XXᵀ, or a product of commuting symmetric matrices.
 template <typename In, typename Out>
 void multiply_symmetric(Engine engine, const Product<In, Out>& product);
 
-/// The same with all of torch's threads.
+/// The same, in parallel on all of torch's threads.
 template <typename In, typename Out>
 void multiply_shared(Engine engine, const Product<In, Out>& product);
 template <typename In, typename Out>
 void multiply_symmetric_shared(Engine engine, const Product<In, Out>& product);
 
-/// The right side of several products, rearranged once for all of them.
+/// The right-hand side of several products, packed once for all of them.
 template <typename In>
 struct PackedRight {
   int64_t depth = 0;
@@ -64,12 +63,12 @@ struct PackedRight {
   std::vector<float> entries = {};
 };
 
-/// Packs B, or Bᵀ if `transpose`. Memory of an earlier use is used again.
+/// Packs B, or Bᵀ if `transpose`. Reuses the memory of `packed`.
 template <typename In>
 void pack(Engine engine, const MatrixView<const In>& b, bool transpose, PackedRight<In>& packed);
 
-/// A product in this thread with B as it was packed, or with its first rows and columns: as many as A and `out` have.
-/// A is not transposed. In bf16 the first rows are an even number, or all.
+/// Computes a product in this thread with the packed B, or with its leading rows and columns, as many as A and `out`
+/// have. A must not be transposed. In bf16 the number of leading rows must be even, unless all are used.
 template <typename In, typename Out>
 void multiply_packed(Engine engine, const Product<In, Out>& product, const PackedRight<In>& packed);
 

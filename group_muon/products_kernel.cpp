@@ -8,8 +8,8 @@
 namespace group_muon::GROUP_MUON_TARGET {
 namespace {
 
-// A tile of `out` is kTileRows × kPanel. Its sums fill most of the registers, a few hold one row of B's panel, and
-// entries of A are broadcast from memory.
+// A tile of `out` is kTileRows × kPanel. Its sums fill most of the registers; a few hold one row of B's panel.
+// Entries of A are broadcast from memory.
 #if defined(GROUP_MUON_TARGET_16_REGISTERS)
 constexpr int64_t kTileRows = 6, kVectors = 2;
 #else
@@ -17,7 +17,7 @@ constexpr int64_t kTileRows = 8, kVectors = 3;
 #endif
 constexpr int64_t kPanel = kLanes * kVectors;
 
-// A panel of this depth and A's rows beside it stay in the first caches. Sums that end in bf16 are made in one go.
+// A panel of this depth and the matching rows of A stay in the L1 and L2 caches. bf16 products are summed in one go.
 constexpr int64_t kFloatDepth = 512;
 constexpr int64_t kAnyDepth = int64_t{1} << 40;
 
@@ -33,11 +33,11 @@ MatrixView<const In> cols_of(const MatrixView<const In>& m, Span cols) {
   return {m.data + cols.begin, m.rows, cols.size(), m.stride};
 }
 
-// Entries {M[k][j], M[k+1][j]} (or M[k][j] alone) of the columns j from `at` on; zeros beyond the edges.
+// Entries {M[k][j], M[k+1][j]} (for float M[k][j] alone) of the columns j ≥ `at`; zeros beyond the edges.
 Vec entries_of_columns(const MatrixView<const float>& m, int64_t k, int64_t at) {
   return load(m.data + k * m.stride + at, m.cols - at);
 }
-// Entries of one row from element k on.
+// Entries of one row, starting at element k.
 Vec entries_of_row(const MatrixView<const float>& m, int64_t row, int64_t k) {
   return load(m.data + row * m.stride + k, m.cols - k);
 }
@@ -70,7 +70,7 @@ template <>
 
 #endif
 
-// How many vectors of a panel have columns of `out`.
+// Number of vectors of a panel that contain columns of `out`.
 int64_t vectors_in(int64_t cols, int64_t panel) {
   return std::min(kVectors, (cols - panel * kPanel + kLanes - 1) / kLanes);
 }
@@ -116,7 +116,7 @@ void pack_right(const Product<In, Out>& product, Span k, int64_t panel, float* p
   }
 }
 
-// Tiles of A, which is given as it is.
+// Packs tiles of A, which is not transposed.
 template <typename In>
 void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
   const int64_t depth = entries<In>(a.cols);
@@ -132,7 +132,7 @@ void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
           rows[i] = there ? entries_of_row(a, row, k * kInEntry<In>) : Vec(0.0F);
         }
         transpose(rows);
-        // What a whole vector writes too much is overwritten by the next entry; the last one has none.
+        // A full vector writes past its entry; the next entry overwrites the excess. The last entry has no successor.
         for (int64_t i = 0; i < kLanes && k + i + 1 < depth; ++i) {
           rows[i].store(packed + (k + i) * kTileRows + j);
         }
@@ -144,7 +144,7 @@ void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
   }
 }
 
-// Tiles of Aᵀ, several at a time, so that whole cache lines of a row are used.
+// Packs tiles of Aᵀ, several at a time, to use whole cache lines of a row.
 void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float* packed) {
   constexpr int64_t kTogether = 12;
   constexpr bool kOneStore = kTileRows < kLanes && 2 * kTileRows > kLanes;
@@ -158,7 +158,7 @@ void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float*
         float* entries = to + (tile - first) * size;
         const int64_t begin = tile * kTileRows, left = at.cols - begin;
         if (kOneStore && left >= kLanes && k + 1 < at.rows) {
-          Vec::loadu(row + begin).store(entries);  // the next entry overwrites what is too much
+          Vec::loadu(row + begin).store(entries);  // the next entry overwrites the excess
         } else if (left >= kTileRows) {
           std::memcpy(entries, row + begin, kTileRows * sizeof(float));
         } else {
@@ -198,17 +198,17 @@ void pack_left(const Product<In, Out>& product, Span k, Span tiles, float* packe
   }
 }
 
-// A's rows of a tile: entry k of row i is at `data` + i·row_step + k·step.
+// The rows of A in a tile: entry k of row i is at `data` + i·row_step + k·step.
 template <typename In>
 struct TileOfA {
   const In* data = nullptr;
   int64_t row_step = 0;
   int64_t step = 0;
-  int64_t whole = 0;  // entries
-  bool half = false;  // … and one more that stops in the middle
+  int64_t whole = 0;  // number of complete entries
+  bool half = false;  // whether half an entry follows
 };
 
-// `Rows` rows from `row` on, the first `Vectors` vectors of the panel at `column`.
+// Computes `Rows` rows starting at `row`, for the first `Vectors` vectors of the panel at `column`.
 template <int64_t Rows, int64_t Vectors, typename In, typename Out>
 void compute_tile(
     const Product<In, Out>& product, const TileOfA<In>& a, bool first, int64_t row, int64_t column,
@@ -230,7 +230,7 @@ void compute_tile(
 #pragma GCC unroll 4
   for (int64_t k = 0; k < a.whole; ++k) add(k, sizeof(float));
   if (a.half) add(a.whole, sizeof(In));
-  // Later stretches of k are added to what is there.
+  // Later stretches of k are added to `out`.
   const Out* d = first ? product.d : product.out.data;
   const Vec alpha(product.alpha), beta(first ? product.beta : 1);
   const int64_t cols = product.out.cols - column;
@@ -306,7 +306,7 @@ void mirror(const MatrixView<float>& out, int64_t panel) {
   const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, out.cols);
   for (int64_t at = begin; at < end; at += kLanes) {
     const int64_t cols = std::min(kLanes, end - at);
-    for (int64_t row = 0; row < at; row += kLanes) {  // `at` is a multiple of kLanes: no row is cut
+    for (int64_t row = 0; row < at; row += kLanes) {  // kLanes divides `at`: no partial tiles
       Vec tile[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
         tile[i] = load(out.data + (row + i) * out.stride + at, cols);
@@ -354,7 +354,7 @@ void mirror(const MatrixView<BFloat16>& out, int64_t panel) {
       }
     }
   }
-  // The rest one by one: the diagonal block, and edges that are no multiple of eight.
+  // The rest one by one: the diagonal block, and edges that are not a multiple of eight.
   const int64_t whole_rows = row, whole_end = column + (last - column) / 8 * 8;
   for (int64_t at = column; at < last; ++at) {
     for (int64_t i = at < whole_end ? whole_rows : 0; i < at; ++i) {

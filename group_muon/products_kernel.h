@@ -1,6 +1,6 @@
 #pragma once
-// What an engine knows about products: how a part of one is computed in one thread. products.cpp cuts the parts and
-// shares them out.
+// What each SIMD engine implements for products: computing one part in one thread. products.cpp splits a product into
+// parts and distributes them over threads.
 
 #include "group_muon/products.h"
 #include "group_muon/targets.h"
@@ -14,29 +14,29 @@ struct Span {
   int64_t size() const { return end - begin; }
 };
 
-/// Columns of `out` are computed by panels, rows by tiles. Packed matrices consist of entries of 32 bits: a float,
-/// or two bf16 that follow each other along k.
+/// Columns of `out` are computed in panels, rows in tiles. Packed matrices consist of 32-bit entries: one float, or
+/// two bf16 that are adjacent along k.
 template <typename In, typename Out>
 struct ProductKernels {
   int64_t tile_rows = 0;
-  int64_t panel = 0;  // columns
-  /// The longest stretch of k that is summed at once; longer products are added up in parts.
+  int64_t panel = 0;  // columns per panel
+  /// Longest stretch of k summed at once. Longer products are summed in parts.
   int64_t depth = 0;
 
-  /// Packs one panel of B: `panel` entries for each entry along k.
+  /// Packs one panel of B: `panel` entries per entry along k.
   void (*pack_right)(const Product<In, Out>&, Span k, int64_t panel, float* packed) = nullptr;
-  /// Packs tiles of A, one after the other: `tile_rows` entries for each along k.
+  /// Packs consecutive tiles of A: `tile_rows` entries per entry along k.
   void (*pack_left)(const Product<In, Out>&, Span k, Span tiles, float* packed) = nullptr;
-  /// Computes these rows of these panels, from the first of which `right` is packed. `left` is packed from the first
-  /// of the rows on, or null: A is read where it is. `upper` leaves out tiles below the diagonal.
+  /// Computes these rows of these panels. `right` is packed starting at the first of the panels. `left` is packed
+  /// starting at the first of the rows; if it is null, A is read in place. `upper` skips tiles below the diagonal.
   void (*compute)(
       const Product<In, Out>&, Span k, Span rows, Span panels, const float* left,
       const float* right, bool upper) = nullptr;
-  /// Copies what lies above the diagonal in this panel to below it.
+  /// Copies this panel's part above the diagonal to below the diagonal.
   void (*mirror)(const MatrixView<Out>&, int64_t panel) = nullptr;
 };
 
-/// Entries along k.
+/// Number of entries along k.
 template <typename In>
 constexpr int64_t entries(int64_t depth) {
   constexpr auto kInEntry = static_cast<int64_t>(sizeof(float) / sizeof(In));

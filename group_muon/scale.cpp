@@ -39,7 +39,7 @@ ScaleRule parse_scale_rule(std::string_view name) {
   if (name == "sqrt_max") return ScaleRule::kSqrtMax;
   TORCH_CHECK_VALUE(
       false, "group_muon: unknown scale '", name,
-      "': use naive, keller_jordan, mup, moonlight or sqrt_max (for transfer also same)");
+      "': use naive, keller_jordan, mup, moonlight or sqrt_max (transfer also accepts same)");
 }
 
 ScaleReference parse_scale_reference(std::string_view name) {

@@ -1,5 +1,5 @@
 #pragma once
-// Update scale: how large a step of one learning rate is for a block of a given shape.
+// Update scale: the factor on the learning rate for a block of a given shape.
 
 #include <cstdint>
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace group_muon {
 
-/// α(out × in), the factor on lr. A polar factor of full rank has entries of size 1/√max(out, in),
-/// so kSqrtMax makes lr the size of one entry's step.
+/// α(out × in), the factor on lr. A full-rank polar factor has entries of size 1/√max(out, in), so with
+/// kSqrtMax lr is the size of one entry's step.
 enum class ScaleRule {
   kNaive,         // 1
   kKellerJordan,  // √max(1, out/in)
@@ -17,7 +17,7 @@ enum class ScaleRule {
   kSqrtMax,       // √max(out, in)
 };
 
-/// The shape for which lr is meant: the segment (768×768 for Q) or the whole weight (2304×768).
+/// The shape that lr refers to: the segment (768×768 for Q) or the whole weight (2304×768).
 enum class ScaleReference { kSegment, kMatrix };
 
 struct ScaleOptions {
@@ -35,7 +35,7 @@ struct OutIn {
 
 double scale_factor(ScaleRule rule, OutIn shape);
 
-/// base(reference) · transfer(block) / transfer(reference). One rule for both gives α(block).
+/// base(reference) · transfer(block) / transfer(reference). With one rule for both this is α(block).
 double update_scale(const ScaleOptions& options, OutIn block, OutIn segment, OutIn matrix);
 
 /// Names: naive, keller_jordan, mup, moonlight, sqrt_max; segment, matrix.

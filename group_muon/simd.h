@@ -1,7 +1,7 @@
 #pragma once
-// The vectors of the CPU that a file is compiled for: torch's own at::vec, which has one interface for all of them.
-// For _kernel.cpp files only (targets.h). bf16 is there where the target has dot products of it, since at::vec has
-// none.
+// SIMD vectors of the CPU that a file is compiled for: torch's at::vec, which has one interface for all CPUs. For
+// _kernel.cpp files only (targets.h). bf16 is supported only on targets with bf16 dot products. at::vec has none, so
+// they are written in intrinsics.
 
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
@@ -15,7 +15,7 @@ using c10::BFloat16;
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
-// The first `count` numbers (all, if there are more than lanes); zeros in the other lanes.
+// Loads or stores the first `count` numbers, at most kLanes. Lanes that are not loaded are zero.
 inline Vec load(const float* from, int64_t count) {
   if (count >= kLanes) return Vec::loadu(from);
   return count <= 0 ? Vec(0.0F) : Vec::loadu(from, count);
@@ -28,7 +28,7 @@ inline void store(float* to, int64_t count, const Vec& value) {
   }
 }
 
-// 32 bits of memory as they are, in every lane.
+// Copies up to 32 bits from memory, unconverted, to every lane.
 template <typename T>
 inline Vec broadcast(const T* from, int64_t bytes = sizeof(float)) {
   float entry = 0;
@@ -36,7 +36,7 @@ inline Vec broadcast(const T* from, int64_t bytes = sizeof(float)) {
   return Vec(entry);
 }
 
-// Transposes kLanes × kLanes numbers of 32 bits.
+// Transposes kLanes × kLanes 32-bit numbers.
 inline void transpose(Vec (&rows)[kLanes]) {
 #pragma GCC unroll 4
   for (int64_t round = 1; round < kLanes; round *= 2) {

@@ -14,14 +14,14 @@ namespace {
 
 using at::Tensor;
 
-// What is orthogonalized: the momentum, or its Nesterov look-ahead.
+// The matrix to orthogonalize: the momentum or its Nesterov look-ahead.
 Tensor direction(const Tensor& momentum, const Tensor& grad, const StepOptions& options) {
   if (!options.nesterov) return momentum;
   return options.average ? at::lerp(grad.to(momentum.scalar_type()), momentum, options.momentum)
                          : at::add(grad, momentum, options.momentum);
 }
 
-// What makes a block of this norm one of norm 1. A block whose squares could leave fp32 is scaled itself.
+// The factor that normalizes a block of this norm. A block whose squares could leave fp32's range is scaled in place.
 template <typename T>
 float normalization(double norm, T* block, int64_t size, const OrthogonalizeOptions& options) {
   if (norm == 0) return 1;
@@ -34,7 +34,7 @@ float normalization(double norm, T* block, int64_t size, const OrthogonalizeOpti
   return static_cast<float>(factor);
 }
 
-// Momentum, orthogonalization and update of a bucket, block by block, where the weights are.
+// Momentum, orthogonalization and update of a bucket, block by block, with the weights in place.
 template <typename T>
 void step_in_place(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
@@ -44,7 +44,7 @@ void step_in_place(
   std::vector<SimdBlock<T>> blocks;
   for (const auto& slot : bucket.slots) {
     const auto& weight = weights[slot.weight];
-    // Kernels write past autograd, which should know.
+    // The kernels bypass autograd, so tell it about the writes.
     weight.value.unsafeGetTensorImpl()->bump_version();
     weight.momentum.unsafeGetTensorImpl()->bump_version();
     const auto shape = shape_of(weight);
@@ -135,7 +135,7 @@ void step(const std::vector<Weight>& weights, const StepOptions& options) {
           : step_in_place<c10::BFloat16>(bucket, weights, options);
       continue;
     }
-    const auto orthogonalization = with_rank_tolerance(  // gathering hides how coarse the momentum is
+    const auto orthogonalization = with_rank_tolerance(  // gathering hides the momentum's dtype
         bucket.orthogonalize, c10::typeMetaToScalarType(bucket.momentum.dtype()),
         bucket.long_side);
     const Tensor blocks = gather(bucket, weights, options);

@@ -9,17 +9,17 @@
 
 namespace group_muon {
 
-/// Adds the gradients to the momentum. Elementwise, so it knows nothing of heads.
+/// Adds the gradients to the momentum. This is elementwise and does not depend on heads.
 void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& options);
 
-/// What a step would orthogonalize: the momentum with this gradient in it, or its look-ahead. Nothing is changed.
+/// What a step would orthogonalize: the momentum including this gradient, or its look-ahead. Changes nothing.
 at::Tensor look_ahead(const Weight& weight, const StepOptions& options);
 
-/// The bucket's blocks of momentum, or of its Nesterov look-ahead: [blocks, short, long].
+/// The bucket's blocks of the momentum or its Nesterov look-ahead: [blocks, short, long].
 at::Tensor gather(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options);
 
-/// weight -= lr · scale · block, each block back to the rows it came from.
+/// weight -= lr · scale · block, for each block at the rows it came from.
 void apply(const Bucket& bucket, const at::Tensor& blocks, const std::vector<Weight>& weights);
 
 /// The whole step.

@@ -1,9 +1,7 @@
 #pragma once
-// The kinds of CPUs that kernels are compiled for. A file whose name ends in _kernel.cpp is compiled once for each
-// target, with that CPU's instructions allowed, into the namespace that GROUP_MUON_TARGET names (CMakeLists.txt,
-// add_kernels). Such a file exports tables of functions and nothing else; which table is used is decided at run time.
-
-#include "group_muon/engine.h"
+// The kinds of CPU that kernels are compiled for. A file whose name ends in _kernel.cpp is compiled once per target,
+// with that CPU's instructions enabled, into the namespace GROUP_MUON_TARGET (CMakeLists.txt, add_kernels). It
+// exports only tables of functions; the table to use is chosen at run time.
 
 #if defined(__x86_64__)
 /// Calls X(namespace, engine, …) for each target, the best last.
@@ -27,7 +25,7 @@
   extern constinit const __VA_ARGS__ name;                      \
   }
 
-/// Defines a function that returns the table of an engine; engines without one are refused:
+/// Defines a function that returns an engine's table and rejects engines without one:
 /// GROUP_MUON_DEFINE_LOOKUP(GROUP_MUON_FOR_TARGETS, kernels_of, kName, Type<…>)
 #define GROUP_MUON_DEFINE_LOOKUP(for_targets, function, name, ...)                                \
   template <>                                                                                     \

@@ -1,5 +1,5 @@
 #pragma once
-// Reading the short texts that describe groupings and layouts.
+// Parsing helpers for the short texts that describe groupings and layouts.
 
 #include <c10/util/Exception.h>
 
@@ -11,7 +11,7 @@
 
 namespace group_muon {
 
-/// "a,b,c" → {"a", "b", "c"}. Empty parts are kept, so that the caller can refuse them.
+/// "a,b,c" → {"a", "b", "c"}. Keeps empty parts; the caller can reject them.
 inline std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   for (;;) {
@@ -22,14 +22,14 @@ inline std::vector<std::string_view> split(std::string_view text, char separator
   }
 }
 
-/// "a@b" cut at the first '@' → {"a", "b"}; the second is empty where there is no '@'.
+/// "a@b" cut at the first '@' → {"a", "b"}; the second is empty if there is no '@'.
 inline std::pair<std::string_view, std::string_view> cut(std::string_view text, char separator) {
   const auto at = text.find(separator);
   if (at == std::string_view::npos) return {text, {}};
   return {text.substr(0, at), text.substr(at + 1)};
 }
 
-/// A whole non-negative number, or an error that quotes the text it stands in.
+/// Parses a non-negative integer. The error quotes `whole`, the text that contains it.
 inline int64_t parse_number(std::string_view digits, std::string_view whole) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);

@@ -6,7 +6,7 @@
 namespace study {
 namespace {
 
-// What all runs of a setting cost together.
+// Speed and cost over all runs of a setting.
 void summarize_cost(const std::vector<const RunResult*>& runs, SettingSummary& summary) {
   double tokens = 0, seconds = 0, optimizer = 0, parted = 0;
   for (const auto* run : runs) {
@@ -107,7 +107,7 @@ VariantSummary summarize_variant(
   return summary;
 }
 
-// What a variant has for muon-lr if it differs in nothing else; else empty.
+// The muon-lr of a variant that differs in nothing else; "" for other variants.
 std::string rate_of(const VariantSummary& variant) {
   const bool differs_in_rate =
       variant.options.size() == 1 && variant.options.front().first == "muon-lr";
@@ -121,7 +121,7 @@ struct Tried {
   int64_t failed;
 };
 
-// Keeps the seeds that all rates have, so that rates are compared on the same.
+// Keeps only seeds that all rates have, so that rates are compared on the same seeds.
 void keep_common_seeds(std::vector<Tried>& tried) {
   std::vector<std::map<int64_t, double>> losses;
   for (const auto& one : tried) losses.push_back(one.losses);
@@ -131,8 +131,8 @@ void keep_common_seeds(std::vector<Tried>& tried) {
   }
 }
 
-// Each setting at that learning rate of the study and its variants where it is lowest: a comparison at one rate alone
-// may be one of tuning. The choice is made on the seeds that are shown, so losses are a little low, all alike.
+// Each setting at its best learning rate, among those of the study and its variants. A comparison at a single rate
+// may only reflect tuning. The best rate is chosen on the seeds that are shown, so all losses are slightly too low.
 std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis) {
   const auto own = train::get(train::configure(study.options), train::find_key("muon-lr"));
   std::vector<std::pair<std::string, const VariantSummary*>> rates = {{own, &analysis.main}};
@@ -140,7 +140,7 @@ std::optional<VariantSummary> tune(const Study& study, const Analysis& analysis)
     if (const auto rate = rate_of(variant); !rate.empty()) rates.emplace_back(rate, &variant);
   }
   if (rates.size() < 2) return std::nullopt;
-  VariantSummary tuned{"best muon-lr", {{"muon-lr", "the best of each on these seeds"}}, {}};
+  VariantSummary tuned{"best muon-lr", {{"muon-lr", "each setting's best on these seeds"}}, {}};
   for (const auto& setting : analysis.main.settings) {
     std::vector<Tried> tried;
     for (const auto& [rate, variant] : rates) {

@@ -18,7 +18,7 @@ constexpr int kSizes[] = {1, 2, 3, 4, 6};
 constexpr const char* kWholeOrSingle[] = {"packed", "three-way", "head-wise"};
 constexpr const char* kRows[] = {"qk-", "v-", "fixed-qk-v-"};
 
-// A difference between settings, once a seed, and the interval of its mean.
+// A difference between settings, one value per seed, and the interval of its mean.
 struct Difference {
   std::vector<double> values;
   Interval interval;
@@ -42,10 +42,10 @@ std::string show(const Difference& difference) {
   return format("%+.4f [%+.4f, %+.4f], %zu seeds%s", mean, low, high, count, rest);
 }
 
-// Settings and how much each counts.
+// Weights and names of settings.
 using Terms = std::vector<std::pair<double, std::string>>;
 
-// What runs of one kind say about a sum of losses, for each seed that all of them have.
+// A weighted sum of losses, for each seed that all the settings have.
 Difference sum_of(const VariantSummary& summary, const Terms& terms, double alpha = kLevel) {
   std::map<int64_t, std::pair<size_t, double>> by_seed;
   bool whole = true;
@@ -73,7 +73,7 @@ Difference between(
   return sum_of(summary, {{1, a}, {-1, b}}, alpha);
 }
 
-// A verdict that rests on those differences is as good as the one with the fewest seeds.
+// Sets a verdict that rests on these differences. It is exploratory if one of them has too few seeds.
 void decide(Claim& claim, Verdict verdict, const std::vector<Difference>& by) {
   claim.verdict = verdict;
   claim.exploratory = !std::all_of(by.begin(), by.end(), std::mem_fn(&Difference::is_enough));
@@ -83,7 +83,7 @@ std::string grouped(const char* row, int g, const char* rule) {
   return g == 1 ? c10::str(row, "-1") : c10::str(row, "-", g, "-", rule);
 }
 
-// Of Table 1 alone: a study's own settings are not the paper's.
+// Settings of Table 1 with results. A study's own settings are excluded: they are not the paper's.
 std::vector<std::string> measured_settings(const Analysis& analysis, const std::string& prefix) {
   std::vector<std::string> names;
   for (const auto& setting : table1_settings()) {
@@ -101,7 +101,7 @@ size_t settings_of_row(const std::string& prefix) {
   }));
 }
 
-// A training of some length: the study, or a variant that differs in nothing but that.
+// A training of some length: the study's, or that of a variant that differs only in length.
 struct Training {
   std::string variant;
   int64_t steps;
@@ -150,7 +150,7 @@ std::optional<EarlyAndLate> early_and_late(
       curves_of(results, "head-wise", training.variant),
       curves_of(results, baseline, training.variant)));
   if (band.steps.size() < 3) return std::nullopt;
-  // Early: the validation nearest to a tenth of the training; weights are the same at step 0.
+  // Early is the validation nearest to a tenth of the training. Step 0 is excluded: weights are still the same.
   const auto distance = [&](size_t i) { return std::abs(10 * band.steps[i] - training.steps); };
   size_t early = 1;
   for (size_t i = 2; i < band.steps.size(); ++i) early = distance(i) < distance(early) ? i : early;
@@ -173,7 +173,7 @@ std::optional<EarlyAndLate> early_and_late(
       ", ", show_at(last),
       from < 0 ? std::string("; no crossing to above zero")
                : c10::str("; crossing to above zero between steps ", from, " and ", to));
-  // Too late for early.
+  // A validation after the first fifth is not early.
   const bool is_early = 5 * band.steps[early] <= training.steps;
   return EarlyAndLate{is_early ? at(early) : Interval{}, at(last), enough, text};
 }
@@ -231,8 +231,8 @@ Claim better_with_size(const Folder& folder, const Analysis& analysis) {
   }
   claim.evidence.push_back(
       "Supported if g = 6 is below g = 1, all steps have intervals and none is above zero; "
-      "contradicted if any of these is above; intervals hold for all five at once. Of g = 6 and "
-      "g = 1 the longest training with intervals decides");
+      "contradicted if any of these is above; intervals hold for all five at once. For g = 6 "
+      "against g = 1 the longest training with intervals decides");
   const auto above = std::find_if(all.begin(), all.end(), std::mem_fn(&Difference::is_above));
   if (above != all.end()) {
     decide(claim, Verdict::kContradicted, {*above});
@@ -268,7 +268,7 @@ Claim random_is_best(const Analysis& analysis) {
   return claim;
 }
 
-// The terms, and half of what grouping QK gains on three-way: with it above zero, they gain less than half of that.
+// The terms plus half of what grouping QK gains on three-way. Above zero, the terms gain less than half of that.
 Terms with_half_the_gain(Terms terms) {
   terms.emplace_back(-0.5, "qk-6-random");
   terms.emplace_back(0.5, "three-way");
@@ -304,11 +304,11 @@ Claim no_gain_of_v(const Analysis& analysis) {
   const auto margin = sum_of(analysis.main, with_half_the_gain(mean_less("three-way")));
   claim.evidence.push_back(
       "the mean minus three-way, plus half of what QK g = 6 random gains on it: " + show(margin) +
-      "; above zero, V gains less than half as much");
+      "; if above zero, V gains less than half as much");
   claim.evidence.push_back(
-      "Decided by the mean minus three-way, with at least half of the settings: contradicted if it "
-      "is below zero; supported if it is above, or if it is above with half of QK's gain added, "
-      "where QK gains");
+      "Decided by the mean minus three-way if at least half of the settings are measured: "
+      "contradicted if it is below zero; supported if it is above zero, or above zero with half of "
+      "QK's gain added, provided QK gains");
   if (2 * settings.size() < settings_of_row("v-")) return claim;
   if (difference.is_below()) {
     decide(claim, Verdict::kContradicted, {difference});
@@ -337,14 +337,14 @@ Claim fixed_qk_adds_nothing(const Analysis& analysis) {
     claim.evidence.push_back(
         c10::str(
             setting, " minus qk-6-random: ", show(difference),
-            "; plus half of what that gains on three-way: ", show(margin)));
+            "; plus half of what qk-6-random gains on three-way: ", show(margin)));
     if (difference.is_below()) below.push_back(difference);
     if (difference.is_above() || (gains && margin.is_above())) within.push_back(difference);
   }
   claim.evidence.push_back(
-      "Contradicted if one is below zero; supported if there are at least half of the settings and "
-      "all are above zero, or above it with half of what QK g = 6 random gains on three-way, where "
-      "it gains; intervals hold for all settings at once");
+      "Contradicted if one is below zero; supported if at least half of the settings are measured "
+      "and all are above zero, or above zero with half of what qk-6-random gains on three-way "
+      "added, provided it gains; intervals hold for all settings at once");
   if (!below.empty()) {
     decide(claim, Verdict::kContradicted, {below.front()});
   } else if (
@@ -357,8 +357,8 @@ Claim fixed_qk_adds_nothing(const Analysis& analysis) {
 // A grouping against whole matrices and single heads.
 struct Rival {
   std::string name;
-  std::vector<Difference> less;  // each of kWholeOrSingle
-  bool loses = false;            // to one of them
+  std::vector<Difference> less;  // its loss minus each of kWholeOrSingle
+  bool loses = false;            // is above one of them
 
   bool is_tested() const {
     return std::all_of(less.begin(), less.end(), std::mem_fn(&Difference::is_tested));
@@ -366,7 +366,7 @@ struct Rival {
   bool wins() const {
     return std::all_of(less.begin(), less.end(), std::mem_fn(&Difference::is_below));
   }
-  // The order of interest: winners, then what has intervals, then what is lowest.
+  // Sort key: winners first, then those with intervals, then by loss.
   std::tuple<bool, bool, double> rank() const {
     return {!wins(), !is_tested(), less.front().interval.mean};
   }
@@ -381,7 +381,7 @@ Claim best_beats_both(const Analysis& analysis) {
     groupings.insert(groupings.end(), names.begin(), names.end());
     planned += settings_of_row(row);
   }
-  // The best of many is not just any: intervals are those for all of them at once.
+  // The best is selected from many, so intervals hold for all of them at once.
   const double alpha = kLevel / static_cast<double>(groupings.size());
   std::vector<Rival> rivals;
   for (const auto& name : groupings) {
@@ -443,10 +443,10 @@ const DiagnosticSeries* find_series(
 }
 
 constexpr const char* kNoDiagnostics =
-    "not measured: give the study a variant with diagnose-every, and with 1 and all among its "
-    "diagnose-groups if it has any";
+    "not measured: add a variant with diagnose-every to the study; if it sets diagnose-groups, "
+    "include 1";
 
-// By runs that were measured: how many say yes, and how many no.
+// Decides by the number of measured runs that agree (`yes`) and disagree (`no`); all must be on one side.
 void decide(Claim& claim, int64_t measured, int64_t yes, int64_t no) {
   claim.exploratory = measured < kEnoughSeeds;
   if (measured > 0 && yes == measured) claim.verdict = Verdict::kSupported;
@@ -471,8 +471,8 @@ Claim near_full_rank(const Results& results) {
       const double full_machine = late_mean(whole->rank_ratio_machine);
       const double sum_machine = late_mean(heads->rank_ratio_machine);
       claim.evidence.push_back(format(
-          "%s, %s: rank by rows above 0.01 σ₁ %.3f whole, %.3f as sum of heads; above machine "
-          "precision %.3f and %.3f",
+          "%s, %s: rank / rows above 0.01 σ₁: %.3f whole, %.3f summed over heads; above machine "
+          "precision: %.3f and %.3f",
           run.run.name.c_str(), of, full, sum, full_machine, sum_machine));
       found += 2;
       near += (is_near(full, sum) ? 1 : 0) + (is_near(full_machine, sum_machine) ? 1 : 0);
@@ -484,8 +484,8 @@ Claim near_full_rank(const Results& results) {
   }
   claim.evidence.push_back(
       measured > 0 ? "Means over Q and K of all layers in the second half of training. Supported "
-                     "if all are above 0.95 and the sums within 5%, by both tolerances (the paper "
-                     "names none); contradicted if by neither"
+                     "if all are above 0.95 and the sums within 5%, with both tolerances (the "
+                     "paper names none); contradicted if with neither"
                    : kNoDiagnostics);
   decide(claim, measured, yes, no);
   return claim;
@@ -502,7 +502,7 @@ Claim larger_norms(const Results& results) {
     const double full = late_mean(whole->squared_norm_ratio);
     const double split = late_mean(heads->squared_norm_ratio);
     claim.evidence.push_back(format(
-        "%s, momentum: ‖O‖² by its ideal %.3f whole, %.3f head-wise in the second half of "
+        "%s, momentum: ‖O‖² / ideal: %.3f whole, %.3f head-wise in the second half of "
         "training; head-wise larger in %.0f%% of all matrices and steps",
         run.run.name.c_str(), full, split, 100 * heads->larger_norms));
     const bool below = full < 1 && split < 1;
@@ -519,8 +519,8 @@ Claim larger_norms(const Results& results) {
   return claim;
 }
 
-// Where seeds are many for some and few for others, neither means nor differences to a baseline can be compared across
-// all: the order on the seeds that all have, or "".
+// The order of all settings on the seeds that all have, or "" if all have the same seeds. With different seeds,
+// neither means nor differences to a baseline can be compared across settings.
 std::string order_of_all(const Analysis& analysis) {
   constexpr size_t kShown = 4;
   std::vector<std::pair<double, std::string>> order;
@@ -590,7 +590,7 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
         "No setting has %lld seeds yet: all that follows is exploratory.",
         static_cast<long long>(kEnoughSeeds))};
   }
-  // Seeds differ more than settings do, so the lowest is found by differences to one of them.
+  // Seeds differ more than settings do, so the lowest is found by differences to a common reference.
   const std::string& reference = settings.front()->name;
   const auto mean = [&](const SettingSummary* setting) {
     return between(analysis.main, setting->name, reference).interval.mean;
@@ -601,7 +601,7 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
   std::vector<std::string> lines = {c10::str(
       "Of the ", settings.size(), " settings with enough seeds, ", best->name, " (", best->title,
       ") is lowest: ", format("%.4f, ", best->loss.mean), best->loss.count, " seeds.")};
-  // Any of them might have been the lowest: intervals hold for all pairs at once.
+  // Any setting could have been the lowest, so intervals hold for all pairs at once.
   const auto count = static_cast<double>(settings.size());
   const double alpha = kLevel / std::max(1.0, count * (count - 1) / 2);
   std::vector<std::string> apart, alike;
@@ -614,7 +614,9 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
       alike.push_back(setting->name);
     }
   }
-  lines.insert(lines.end(), apart.begin(), apart.begin() + std::min(apart.size(), kShown));
+  lines.insert(
+      lines.end(), apart.begin(),
+      apart.begin() + static_cast<std::ptrdiff_t>(std::min(apart.size(), kShown)));
   if (apart.size() > kShown) {
     lines.push_back(c10::str("It is below ", apart.size() - kShown, " more."));
   }
@@ -624,15 +626,15 @@ std::vector<std::string> conclusions(const Analysis& analysis) {
       names += (names.empty() ? "" : ", ") + alike[i];
     }
     if (alike.size() > kShown) names += c10::str(" and ", alike.size() - kShown, " more");
-    lines.push_back("It cannot be told from " + names + ".");
+    lines.push_back("It cannot be distinguished from " + names + ".");
   }
   if (settings.size() > 1) lines.push_back("These 95% intervals hold for all pairs at once.");
   for (const auto& setting : analysis.main.settings) {
     if (setting.failed == 0 || setting.loss.count < kEnoughSeeds) continue;
     lines.push_back(
         c10::str(
-            setting.name, " is left out: of its runs ", setting.failed,
-            " failed, and those that are left may be the lucky ones."));
+            setting.name, " is left out because ", setting.failed,
+            " of its runs failed: the remaining ones may be the lucky ones."));
   }
   if (auto order = order_of_all(analysis); !order.empty()) lines.push_back(std::move(order));
   return lines;

@@ -1,5 +1,5 @@
 #pragma once
-// The paper's eight claims, and what a study says to each.
+// The paper's eight claims, and a study's verdict on each.
 
 #include <string>
 #include <vector>
@@ -15,18 +15,18 @@ struct Claim {
   int number = 0;
   std::string text;
   Verdict verdict = Verdict::kUndecided;
-  bool exploratory = false;  // the verdict rests on fewer seeds than kEnoughSeeds, or some failed
-  std::vector<std::string> evidence = {};  // sentences with numbers, and what decides
+  bool exploratory = false;  // the verdict rests on fewer than kEnoughSeeds seeds, or some failed
+  std::vector<std::string> evidence = {};  // sentences with numbers, then the rule that decides
 };
 
-/// The verdict, and whether it is exploratory.
+/// The verdict in words, marked if exploratory.
 std::string words_of(const Claim& claim);
 
-/// Where a mean difference over training comes to stay above zero, having been below: between these two validations;
-/// {-1, -1} if it does not.
+/// The two validations between which a mean difference goes from below zero to above and then stays there; {-1, -1}
+/// if there are none.
 std::pair<int64_t, int64_t> crossing(const Band& difference);
 
-/// What one would say first: which setting is lowest, by how much, how sure, and which cannot be told from it.
+/// The main findings: which setting is lowest, by how much, how certainly, and which others could be the lowest too.
 std::vector<std::string> conclusions(const Analysis& analysis);
 
 std::vector<Claim> check_claims(

@@ -39,12 +39,12 @@ struct Times {
   double micro_batch = INFINITY, optimizer = INFINITY, validation_batch = INFINITY;
 };
 
-// The fastest of some, since the first one fetches memory and the machine may have other work.
+// Takes the fastest of a few rounds: the first one allocates memory, and the machine may be busy.
 Times measure(const train::Config& config) {
   const torch::Device device(config.device);
   gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
   model.to(device);
-  model.set_engine(train::engine_of(config));
+  model.set_engine(group_muon::parse_engine(config.engine));
   auto optimizers = group_muon::assemble(model, train::optimizer_options(config));
   const auto tokens = at::randint(
       config.vocabulary, {config.micro_batch, config.context}, at::dtype(at::kLong).device(device));
@@ -72,7 +72,7 @@ double seconds_of_run(const train::Config& config, const Times& times) {
   return step * static_cast<double>(config.steps) + validation * validations;
 }
 
-// What the time of a step depends on.
+// Identifies configs whose steps take the same time.
 std::string shape_key(train::Config config) {
   config.out.clear();
   config.seed = config.perturb = 0;
@@ -86,13 +86,13 @@ std::string shape_key(train::Config config) {
 }  // namespace
 
 int64_t checkpoint_bytes(const train::Config& config) {
-  // Weights and momentum; AdamW has two.
+  // Weights and momentum; AdamW has two buffers.
   return 4 * (2 * block_parameters(config) + 3 * embedding_parameters(config));
 }
 
 int64_t memory_of(const train::Config& config) {
   constexpr int64_t kLibraries = 300 << 20;
-  // Of a token: what a block keeps for its backward pass, and its row of the head's output three times over.
+  // Bytes per token: what each block keeps for its backward pass, and three copies of the token's logits.
   const int64_t token = config.layers * config.width * 80 + config.vocabulary * 12;
   const int64_t weights = block_parameters(config) + embedding_parameters(config);
   return kLibraries + 28 * weights + config.micro_batch * config.context * token;
@@ -107,15 +107,15 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
   auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
   for (auto* word :
        {&first.precision, &first.muon_precision, &first.validation_precision, &first.engine,
-        &first.method}) {
-    *word = "auto";  // each run's own
+        &first.muon_engine, &first.method}) {
+    *word = "auto";  // each run resolves its own
   }
   for (const auto& run : folder.plan) {
     const auto config =
         train::with_engine(train::filled_in(config_of(folder, run, threads, device), first));
     cost.runs += 1;
     largest = std::max(largest, memory_of(config));
-    const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // and the best
+    const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // plus the best
     largest_checkpoints = std::max(largest_checkpoints, checkpoints);
     if (folder.study.keep_checkpoints) cost.disk += checkpoints;
     const auto status = status_of(folder, run);

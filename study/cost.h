@@ -1,5 +1,5 @@
 #pragma once
-// What a study will cost: estimates, before any of it is run.
+// Estimates of what a study will cost, before it runs.
 
 #include <cstdint>
 
@@ -7,23 +7,23 @@
 
 namespace study {
 
-/// Bytes that a training process needs, about. The config has its vocabulary and micro-batch.
+/// Approximate memory of a training process in bytes. Vocabulary and micro-batch of the config must be resolved.
 int64_t memory_of(const train::Config& config);
 
-/// Bytes on disk of one checkpoint.
+/// Size of a checkpoint on disk in bytes.
 int64_t checkpoint_bytes(const train::Config& config);
 
 struct Cost {
-  int64_t runs = 0, left = 0;    // planned, and neither finished nor failed
-  double tokens = 0, flops = 0;  // of what is left
-  double job_seconds = 0;        // of what is left, one run after the other
-  double seconds = 0;            // with jobs side by side
-  int64_t disk = 0;              // bytes of checkpoints in the end, and of those that are running
-  int64_t memory = 0;            // bytes, of all jobs together
+  int64_t runs = 0, left = 0;    // runs planned, and runs neither finished nor failed
+  double tokens = 0, flops = 0;  // tokens and FLOPs left
+  double job_seconds = 0;        // seconds left if runs follow one another
+  double seconds = 0;            // seconds left with all jobs in parallel
+  int64_t disk = 0;              // bytes of checkpoints kept, or of running jobs if none are kept
+  int64_t memory = 0;            // bytes of memory of all jobs together
 };
 
-/// Times a few micro-batches, optimizer steps and parts of a validation of every model in the plan on random tokens. Jobs
-/// are taken not to be in each other's way; diagnostics and checkpoints are not counted.
+/// Times a few micro-batches, optimizer steps and validation batches of every model in the plan, on random tokens.
+/// Assumes that jobs do not slow each other down. Ignores diagnostics and checkpoints.
 Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs, int64_t threads);
 
 }  // namespace study

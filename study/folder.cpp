@@ -22,7 +22,7 @@ using Json = nlohmann::json;
 constexpr const char* kResult = "/result.json";
 constexpr const char* kError = "/error.txt";
 
-// Empty if there is none; another process may delete it at any time.
+// The text of a file, or "" if there is none. Another process may delete it at any time.
 std::string text_if_any(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -30,7 +30,7 @@ std::string text_if_any(const std::string& path) {
   return text;
 }
 
-// Folders with a run, up to so many levels down. It does not look into them: checkpoints come and go.
+// Finds folders with a run, at most `levels` deep. Does not look into runs, whose checkpoints come and go.
 void find_runs(const fs::path& place, int levels, std::vector<std::string>& found) {
   for (const auto& entry : fs::directory_iterator(place)) {
     if (!entry.is_directory()) continue;
@@ -47,7 +47,7 @@ void find_runs(const fs::path& place, int levels, std::vector<std::string>& foun
 Folder open_folder(const std::string& path) {
   const std::string file = path + "/study.toml";
   TORCH_CHECK_VALUE(
-      fs::exists(file), "there is no study in '", path, "': it has no study.toml; begin one with ",
+      fs::exists(file), "'", path, "' contains no study (there is no study.toml); start one with ",
       "group-muon study FILE --data DATA --out FOLDER");
   return planned_folder(read_study(file), path);
 }
@@ -75,15 +75,15 @@ void refuse_changes(const Folder& folder) {
   }
   TORCH_CHECK_VALUE(
       changed == 0, "the study has changed since ", changed, changed == 1 ? " run" : " runs",
-      " in '", folder.path, "' began: ", first,
-      ". Give another --out, or delete the folders of such runs to have them run anew");
+      " in '", folder.path, "' started: ", first,
+      ". Choose another --out, or delete the folders of these runs to run them again");
 }
 
 void begin(const Folder& folder) {
   check_configs(folder);
   refuse_changes(folder);
   train::make_folder(folder.path);
-  const auto lock = train::wait_for_lock(folder.path, 10);  // another worker may begin, too
+  const auto lock = train::wait_for_lock(folder.path, 10);  // another worker may be starting
   TORCH_CHECK(lock, "another process has locked '", folder.path, "'");
   const std::string file = folder.path + "/study.toml", text = to_toml(folder.study);
   if (!fs::exists(file) || train::read_text(file) != text) train::replace_file(file, text);
@@ -117,8 +117,8 @@ void check_data(const Folder& folder, uint32_t checksum) {
   const auto known = Json::parse(train::read_text(file), nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK_VALUE(
       known.is_object() && known.value("checksum", uint32_t{0}) == checksum, "the data in '",
-      folder.study.data, "' is not what the study in '", folder.path,
-      "' began with. Give another --out");
+      folder.study.data, "' is not the data the study in '", folder.path,
+      "' started with. Choose another --out");
 }
 
 std::string folder_of(const Folder& folder, const PlannedRun& run) {
@@ -160,7 +160,7 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
     status.state = whole ? RunState::kFinished : RunState::kFailed;
     status.fraction = 1;
     if (whole) status.loss = result["validation_loss"].get<double>();
-    if (!whole) status.error = "result.json cannot be read; with --retry the run makes it anew";
+    if (!whole) status.error = "result.json cannot be read; use --retry to create it again";
     return status;
   }
   status.fraction = fraction_done(folder, run);
@@ -173,7 +173,7 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
 }
 
 double fraction_done(const Folder& folder, const PlannedRun& run) {
-  constexpr std::streamoff kTail = 8192;  // several lines
+  constexpr std::streamoff kTail = 8192;  // a few lines
   std::ifstream file(folder_of(folder, run) + "/metrics.jsonl", std::ios::binary | std::ios::ate);
   if (!file) return 0;
   const std::streamoff size = file.tellg();
@@ -181,7 +181,7 @@ double fraction_done(const Folder& folder, const PlannedRun& run) {
   std::string line;
   double steps = 0;
   while (std::getline(file, line)) {
-    const auto json = Json::parse(line, nullptr, false);  // the first and last may be cut
+    const auto json = Json::parse(line, nullptr, false);  // the first and last may be incomplete
     if (json.is_object() && json.contains("step") && json["step"].is_number()) steps = json["step"];
   }
   return steps / static_cast<double>(train::configure(run.options).steps);

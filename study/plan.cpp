@@ -15,14 +15,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Refuses words that are not known here.
+// Rejects unknown keys.
 void check_words(const toml::table& table, const std::vector<std::string>& known) {
   for (const auto& [word, value] : table) {
     const std::string name(word.str());
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     const std::string near = train::nearest(name, known);
     TORCH_CHECK_VALUE(
-        false, "there is no '", name, "' here",
+        false, "there is no key '", name, "' here",
         near.empty() ? std::string() : c10::str("; did you mean '", near, "'?"));
   }
 }
@@ -37,7 +37,7 @@ int64_t seeds_of(const toml::node& node, const std::string& name) {
 
 std::string name_of(const toml::node& node, const std::string& what) {
   const auto* text = node.as_string();
-  TORCH_CHECK_VALUE(text != nullptr, what, " should be a text");
+  TORCH_CHECK_VALUE(text != nullptr, what, " should be a string");
   return text->get();
 }
 
@@ -48,7 +48,7 @@ std::vector<const Setting*> known_settings(const Study& study) {
   return all;
 }
 
-// Names of settings, or table1 for all of it.
+// A list of setting names, or "table1" for all of them.
 std::vector<std::string> settings_of(const toml::node& node, const Study& study) {
   std::vector<std::string> names;
   if (node.is_string() && node.as_string()->get() == "table1") {
@@ -71,25 +71,25 @@ std::string absolute(const fs::path& folder, const std::string& path) {
   return path.empty() ? path : fs::absolute(folder / path).lexically_normal().string();
 }
 
-// Why a key of `group-muon train` cannot be the same for all runs, or nullptr.
+// Why a key of `group-muon train` cannot be set for all runs, or nullptr if it can.
 const char* why_not(std::string_view key) {
   for (const char* own : {"out", "data", "seed", "threads", "perturb"}) {
-    if (key == own) return "is given to the command, or differs from run to run";
+    if (key == own) return "is set on the command line or differs between runs";
   }
   for (const char* own : {"qkv", "qk-group", "k-group", "v-group"}) {
-    if (key == own) return "is what settings are made of";
+    if (key == own) return "is part of a setting";
   }
   return nullptr;
 }
 
 const char* why_not_of_all(const train::Key& key) { return why_not(key.name); }
 
-// Why it has no place in a setting, or nullptr.
+// Why a key cannot be part of a setting, or nullptr if it can.
 const char* why_not_of_a_setting(const train::Key& key) {
   const std::string section = key.section;
   return section == "muon" || section == "adamw"
              ? nullptr
-             : "is not the optimizer's, and settings are paired";
+             : "is not an optimizer option, and settings may differ only in those";
 }
 
 // Options of `group-muon train`, checked one by one.
@@ -100,7 +100,7 @@ train::Options options_of(
   for (const auto& [word, value] : table) {
     const auto& key = train::find_key(word.str());
     const char* why = refuse(key);
-    TORCH_CHECK_VALUE(why == nullptr, "'", key.name, "' has no place here: it ", why);
+    TORCH_CHECK_VALUE(why == nullptr, "'", key.name, "' is not allowed here: it ", why);
     std::string text = train::text_of(value, key.name);
     if (std::string_view(key.name) == "init") text = absolute(folder, text);
     options.emplace_back(key.name, text);
@@ -109,7 +109,7 @@ train::Options options_of(
   return options;
 }
 
-// A configuration file of `group-muon train`, but for what the study decides.
+// A configuration file of `group-muon train`, without the options that the study decides.
 train::Options base_of(const fs::path& path) {
   train::Options options;
   for (auto [key, value] : train::read_options(path.string())) {
@@ -120,20 +120,23 @@ train::Options base_of(const fs::path& path) {
   return options;
 }
 
-// Of a folder beside the others, and a word of command lines.
+// Checks a name that becomes a folder and a command-line argument.
 void check_name(const std::string& name, const char* what) {
   const auto plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_'; };
   TORCH_CHECK_VALUE(
       !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), plain) &&
           name.front() != '-',
-      what, " is a folder's, of at most 64 letters, digits, - and _, with no - first: '", name,
-      "' cannot be one");
+      what,
+      " becomes a folder, so it should have 1 to 64 letters, digits, - and _ and not start "
+      "with -, unlike '",
+      name, "'");
   for (const char* taken : {kNoiseVariant, "report", "lock"}) {
-    TORCH_CHECK_VALUE(name != taken, what, " cannot be '", name, "': that folder is the study's");
+    TORCH_CHECK_VALUE(
+        name != taken, what, " cannot be '", name, "': the study uses that name itself");
   }
 }
 
-// Says of what an error speaks.
+// Prefixes errors with what they are about.
 template <class Action>
 auto within(const std::string& what, const Action& action) {
   try {
@@ -151,12 +154,12 @@ const toml::table& table_of(const toml::node& node, const std::string& name) {
 
 const toml::array& tables_of(const toml::node& node, const std::string& name) {
   const auto* list = node.as_array();
-  TORCH_CHECK_VALUE(list != nullptr, name, " should be tables [[", name, "]]");
+  TORCH_CHECK_VALUE(list != nullptr, name, " should be an array of tables, [[", name, "]]");
   return *list;
 }
 
 Setting own_setting_of(const toml::table& table, const fs::path& folder) {
-  TORCH_CHECK_VALUE(table.contains("name"), "a setting of one's own needs a name");
+  TORCH_CHECK_VALUE(table.contains("name"), "a setting in own-settings needs a name");
   Setting setting;
   setting.name = setting.title = name_of(*table.get("name"), "a setting's name");
   check_name(setting.name, "a setting's name");
@@ -166,7 +169,7 @@ Setting own_setting_of(const toml::table& table, const fs::path& folder) {
     TORCH_CHECK_VALUE(options != nullptr, "it needs options");
     setting.options = options_of(table_of(*options, "options"), folder, why_not_of_a_setting);
     TORCH_CHECK_VALUE(!setting.options.empty(), "it needs options");
-    // qkv = packed undoes what groups were said before it; so it comes first, and they are noticed.
+    // qkv = packed resets the groups given before it. It comes first, so that groups in the same setting are noticed.
     std::stable_partition(setting.options.begin(), setting.options.end(), [](const auto& option) {
       return option.first == "qkv";
     });
@@ -178,7 +181,7 @@ Setting own_setting_of(const toml::table& table, const fs::path& folder) {
 void check_apart(const Variant& variant, const Setting& setting) {
   for (const auto& [key, value] : setting.options) {
     for (const auto& [other, text] : variant.options) {
-      TORCH_CHECK_VALUE(key != other, "setting '", setting.name, "' says ", key, ", too");
+      TORCH_CHECK_VALUE(key != other, "setting '", setting.name, "' sets ", key, " as well");
     }
   }
 }
@@ -218,8 +221,8 @@ void read_more_seeds(const toml::table& table, Study& study) {
         has_setting(study, setting), "more-seeds: '", setting, "' is not among the settings");
     study.more_seeds[setting] = seeds_of(value, setting);
     TORCH_CHECK_VALUE(
-        study.more_seeds[setting] >= study.seeds, "more-seeds: '", setting, "' has ", study.seeds,
-        " seeds already, as all have");
+        study.more_seeds[setting] >= study.seeds, "more-seeds: '", setting, "' already has ",
+        study.seeds, " seeds, like every setting");
   }
 }
 
@@ -228,7 +231,7 @@ void read_own_settings(const toml::node& node, const fs::path& folder, Study& st
     auto setting = own_setting_of(table_of(item, "a setting"), folder);
     for (const auto* other : known_settings(study)) {
       TORCH_CHECK_VALUE(
-          other->name != setting.name, "there is a setting '", other->name, "' already");
+          other->name != setting.name, "there is already a setting '", other->name, "'");
     }
     study.own_settings.push_back(std::move(setting));
   }
@@ -260,7 +263,8 @@ void read_noise(const toml::table& table, Study& study) {
 Study study_of(const toml::table& file, const fs::path& folder) {
   TORCH_CHECK_VALUE(
       file.contains("settings") || !(file.contains("model") || file.contains("muon")),
-      "this is a configuration of group-muon train, not a study; a study can have it as its base");
+      "this is a configuration file of group-muon train, not a study; use it as the base of a "
+      "study");
   check_words(
       file, {"data", "keep-checkpoints", "base", "settings", "own-settings", "seeds", "options",
              "more-seeds", "variants", "noise"});
@@ -277,7 +281,7 @@ Study study_of(const toml::table& file, const fs::path& folder) {
     study.options.insert(study.options.end(), own.begin(), own.end());
   }
   TORCH_CHECK_VALUE(
-      file.contains("settings"), "which settings? Give settings = \"table1\" or a list");
+      file.contains("settings"), "no settings given; set settings = \"table1\" or a list of names");
   if (const auto* own = file.get("own-settings")) read_own_settings(*own, folder, study);
   study.settings = settings_of(*file.get("settings"), study);
   for (const auto& own : study.own_settings) {

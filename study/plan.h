@@ -1,5 +1,5 @@
 #pragma once
-// A study file: which settings with which seeds, and the training runs that they come to.
+// A study file: which settings with which seeds, and the training runs that follow from it.
 
 #include <cstdint>
 #include <map>
@@ -14,7 +14,7 @@ namespace study {
 /// The variant of A/A runs.
 constexpr const char* kNoiseVariant = "noise";
 
-/// The same settings with other options, such as half the learning rate.
+/// Some settings again with other options, such as half the learning rate.
 struct Variant {
   std::string name;
   std::vector<std::string> settings;
@@ -22,44 +22,43 @@ struct Variant {
   train::Options options;
 };
 
-/// What a study file says.
+/// The contents of a study file.
 struct Study {
-  std::string data;                           // shards; empty: not said
-  bool keep_checkpoints = true;               // of runs that are finished
-  train::Options options;                     // of every run: those of its base, then its own
-  std::vector<Setting> own_settings;          // that the file describes, run like the others
-  std::vector<std::string> settings;          // names, its own among them
-  int64_t seeds = 1;                          // of each
-  std::map<std::string, int64_t> more_seeds;  // of some
+  std::string data;                           // folder with shards; empty: not given
+  bool keep_checkpoints = true;               // whether finished runs keep their checkpoints
+  train::Options options;                     // options of every run: the base's, then the file's
+  std::vector<Setting> own_settings;          // settings that the file itself defines
+  std::vector<std::string> settings;          // names of all settings, own ones included
+  int64_t seeds = 1;                          // number of seeds per setting
+  std::map<std::string, int64_t> more_seeds;  // larger numbers of seeds, by setting
   std::vector<Variant> variants;
-  /// A/A: this setting once more with so many seeds, from weights moved by one rounding error.
+  /// A/A: this setting again, with noise_seeds seeds, from weights moved by one rounding error.
   std::string noise_setting;
   int64_t noise_seeds = 0;
 };
 
-/// Reads one; paths in it are relative to it. Unknown words are errors with the nearest known one.
+/// Reads a study file. Paths in it are relative to it. An unknown key is an error that names the nearest known one.
 Study read_study(const std::string& path);
 
-/// The setting of that name, of Table 1 or of the study's own, or an error with the nearest.
+/// The setting of that name, from Table 1 or the study's own. An unknown name is an error that suggests the nearest.
 const Setting& find_setting(const Study& study, const std::string& name);
 
-/// The same as a file that stands by itself.
+/// The study as a self-contained file.
 std::string to_toml(const Study& study);
 
 /// One run of a study.
 struct PlannedRun {
-  std::string
-      name;  // its folder within the study's: packed/seed-0, half-lr/packed/seed-0, noise/packed/seed-0
+  std::string name;  // its folder: packed/seed-0, half-lr/packed/seed-0, noise/packed/seed-0
   std::string setting;
   std::string variant;  // empty: none; "noise": A/A
   int64_t seed = 0;
-  train::Options options;  // all but the data and the folder
+  train::Options options;  // everything except the data and the folder
 };
 
-/// Seed by seed, so that every setting has some before any has all.
+/// All runs, ordered by seed, so that every setting gets its first seed before any gets its second.
 std::vector<PlannedRun> make_plan(const Study& study);
 
-/// The run of that name, or an error with the nearest.
+/// The run of that name. An unknown name is an error that suggests the nearest.
 const PlannedRun& find_run(const std::vector<PlannedRun>& plan, const std::string& name);
 
 }  // namespace study

@@ -25,7 +25,7 @@ int run_program(std::vector<std::string> words, std::string* output) {
   expect_children();
   int ends[2] = {-1, -1};
   if (output != nullptr) {
-    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot create a pipe: ", std::strerror(errno));
   }
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);

@@ -1,19 +1,19 @@
 #pragma once
-// Other programs.
+// Running other programs.
 
 #include <string>
 #include <vector>
 
 namespace study {
 
-/// Words or variables as exec takes them; they live as long as `texts`.
+/// Arguments or environment variables in the form exec expects: pointers into `texts`.
 std::vector<char*> pointers_of(std::vector<std::string>& texts);
 
-/// From now on the ends of our processes can be known, whatever the one that started us had set.
+/// Resets SIGCHLD to its default, so that child processes can be waited for whatever our parent had set.
 void expect_children();
 
-/// Runs a program to its end and returns its exit code, or 1 if a signal ended it. What it prints goes to `output`, or,
-/// without one, where ours goes.
+/// Runs a program and waits for it. Returns its exit code, or 1 if a signal ended it. Its output goes to `output` if
+/// given, else to our own stdout and stderr.
 int run_program(std::vector<std::string> words, std::string* output = nullptr);
 
 }  // namespace study

@@ -6,7 +6,7 @@
 
 #include "study/analysis.h"
 #include "study/claims.h"
-#include "study/report_page.h"  // made of report.html by the build
+#include "study/report_page.h"  // generated from report.html by the build
 #include "study/results.h"
 #include "study/settings.h"
 #include "study/tables.h"
@@ -133,7 +133,7 @@ std::string state_of(const RunResult& result) {
   }
 }
 
-// Keys with the same value in all runs that have begun.
+// Keys with the same value in all started runs.
 std::map<std::string, std::string> common_config(const Results& results) {
   std::map<std::string, std::string> common;
   bool first = true;
@@ -255,9 +255,9 @@ std::string page_of(const Json& data) {
     replace_all(title, from, to);
   }
   std::string json = data.dump(-1, ' ', false, Json::error_handler_t::replace);
-  replace_all(json, "</", "<\\/");  // nothing in it ends the script
+  replace_all(json, "</", "<\\/");  // so that nothing in it ends the script
   replace_all(json, "<!--", "<\\u0021--");
-  // Piece by piece, since the title may be anything.
+  // In pieces, since the title may contain anything.
   const std::string page = kReportPage, place = "@DATA@";
   const size_t at = page.find(place);
   std::string before = page.substr(0, at), after = page.substr(at + place.size());
@@ -275,6 +275,7 @@ Report write_report(const Folder& folder, const std::string& out) {
   train::make_folder(out);
   Report report;
   report.problems = results.problems;
+  report.summary = to_text(analysis);
   const auto write = [&](const char* name, const std::string& text) {
     train::replace_file(out + "/" + name, text);
     report.files.push_back(out + "/" + name);

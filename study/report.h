@@ -1,5 +1,5 @@
 #pragma once
-// A study's report: one HTML page that needs nothing else, tables, and the data of the figures.
+// A study's report: one self-contained HTML page, tables, and the data of the figures.
 
 #include <string>
 #include <vector>
@@ -9,8 +9,9 @@
 namespace study {
 
 struct Report {
-  std::vector<std::string> files;     // written
-  std::vector<std::string> problems;  // runs that were left out, and why
+  std::vector<std::string> files;     // files written
+  std::vector<std::string> problems;  // problems found, such as runs left out and why
+  std::string summary;                // the settings as a table for a terminal
 };
 
 /// Writes report.html, report.json, table.md, table.csv and table.tex to `out`.

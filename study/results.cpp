@@ -21,11 +21,11 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-// Every line of a file, which should be JSON and end with a line's end.
+// Calls `use` for every line of a JSON Lines file, whose last line must be complete.
 void for_lines(const std::string& path, const std::function<void(const Json&)>& use) {
   const std::string text = train::read_text(path);
   const std::string name = fs::path(path).filename().string();
-  TORCH_CHECK_VALUE(!text.empty() && text.back() == '\n', name, " is cut off");
+  TORCH_CHECK_VALUE(!text.empty() && text.back() == '\n', name, " is truncated");
   std::istringstream lines(text);
   int64_t number = 0;
   for (std::string line; std::getline(lines, line);) {
@@ -37,7 +37,7 @@ void for_lines(const std::string& path, const std::function<void(const Json&)>& 
     try {
       use(json);
     } catch (const nlohmann::json::exception&) {
-      TORCH_CHECK_VALUE(false, name, ", line ", number, " has other values than it should");
+      TORCH_CHECK_VALUE(false, name, ", line ", number, " has missing or wrong values");
     }
   }
 }
@@ -51,9 +51,10 @@ void read_metrics(const std::string& folder, const train::Config& config, RunRes
       const auto loss = line["validation_loss"].get<double>();
       TORCH_CHECK_VALUE(std::isfinite(loss), "the validation loss at step ", step, " is ", loss);
       result.curve[step] = loss;
+      if (line.contains("engine")) result.engines.insert(line["engine"].get<std::string>());
       return;
     }
-    TORCH_CHECK_VALUE(step == ++steps, "metrics.jsonl goes from step ", steps - 1, " to ", step);
+    TORCH_CHECK_VALUE(step == ++steps, "metrics.jsonl jumps from step ", steps - 1, " to ", step);
     result.seconds = line.at("seconds").get<double>();
     optimizer += line.value("optimizer_seconds", kUnknown);
   });
@@ -61,14 +62,14 @@ void read_metrics(const std::string& folder, const train::Config& config, RunRes
       steps == config.steps && result.curve.count(steps) == 1, "metrics.jsonl ends at step ", steps,
       " of ", config.steps);
   TORCH_CHECK_VALUE(
-      result.curve[steps] == result.loss, "result.json says ", result.loss, ", metrics.jsonl ",
-      result.curve[steps]);
+      result.curve[steps] == result.loss, "result.json says ", result.loss,
+      " but metrics.jsonl says ", result.curve[steps]);
   result.tokens_per_second =
       static_cast<double>(config.steps * config.batch * config.context) / result.seconds;
   result.optimizer_share = optimizer / result.seconds;
 }
 
-// Sums that become means.
+// Sums from which means are computed.
 struct Sums {
   double count = 0, rank = 0, machine_rank = 0, norm = 0, gain = 0, first_order = 0, cost = 0;
 };
@@ -93,10 +94,10 @@ DiagnosticSeries means_of(
   return series;
 }
 
-// Adds a line to its sums; `whole` is of the same matrix in one block.
+// Adds a line to its sums. `whole` is the line of the same matrix as one block.
 void add(const Json& line, const Json& whole, Sums& sum) {
   const double rows = line.at("rows"), columns = line.at("cols");
-  const auto more = [&](const char* name) {  // than the whole has, as part of that
+  const auto more = [&](const char* name) {  // relative difference to the whole matrix
     const double base = whole.at(name);
     return base != 0 ? (line.at(name).get<double>() - base) / base : 0;
   };
@@ -128,7 +129,7 @@ std::vector<DiagnosticSeries> read_diagnostics(const std::string& path) {
   for (const auto& line : lines) {
     const SeriesKey key = {line["of"], line["grouping"]};
     const auto own = whole.find(matrix_of(line));
-    TORCH_CHECK_VALUE(own != whole.end(), "diagnostics.jsonl lacks the whole matrices");
+    TORCH_CHECK_VALUE(own != whole.end(), "there are no lines for the whole matrices");
     if (sums.count(key) == 0) order.push_back(key);
     add(line, own->second, sums[key][line["step"]]);
     larger[key] += line.at("squared_norm") > own->second.at("squared_norm") ? 1 : 0;
@@ -138,7 +139,7 @@ std::vector<DiagnosticSeries> read_diagnostics(const std::string& path) {
   return all;
 }
 
-// A run's loss stands without them.
+// Errors here only become problems: the run's loss is still valid.
 void add_diagnostics(
     const std::string& path, RunResult& result, std::vector<std::string>& problems) {
   if (!fs::exists(path)) return;
@@ -149,10 +150,10 @@ void add_diagnostics(
   }
 }
 
-// Runs by what they have in one respect.
+// Names of runs by the value of one property.
 using Mixture = std::map<std::string, std::set<std::string>>;
 
-// "avx512_bf16 (31 runs), avx2 (packed/seed-0, packed/seed-1)": those of the most common value are only counted.
+// "avx512_bf16 (31 runs), avx2 (packed/seed-0, packed/seed-1)": runs with the most common value are only counted.
 void note_mixture(const std::string& key, const Mixture& found, Results& results) {
   constexpr size_t kNamed = 5;
   if (found.size() < 2) return;
@@ -176,7 +177,7 @@ void note_mixture(const std::string& key, const Mixture& found, Results& results
   results.problems.push_back(c10::str("runs differ in ", key, ": ", list));
 }
 
-// Runs of one study should be alike in what depends on the machine and the program, too.
+// Runs of one study should also agree in everything that depends on the machine and the program.
 void note_mixtures(Results& results) {
   for (const char* key : {"commit", "torch", "processor", "cpu_capability"}) {
     Mixture found;
@@ -191,14 +192,17 @@ void note_mixtures(Results& results) {
     note_mixture(key, found, results);
   }
   for (const char* key :
-       {"precision", "muon-precision", "validation-precision", "engine", "method", "threads",
-        "device"}) {
+       {"precision", "muon-precision", "validation-precision", "engine", "muon-engine", "method",
+        "threads", "device"}) {
     std::map<std::string, Mixture> values;  // by what was planned
     for (const auto& result : results.runs) {
       if (!result.counts()) continue;
       const auto planned = train::configure(result.run.options);
-      values[train::get(planned, train::find_key(key))][result.config.at(key)].insert(
-          result.run.name);
+      auto& mixture = values[train::get(planned, train::find_key(key))];
+      std::set<std::string> found = {result.config.at(key)};
+      if (key == std::string_view("engine"))
+        found.insert(result.engines.begin(), result.engines.end());
+      for (const auto& value : found) mixture[value].insert(result.run.name);
     }
     for (const auto& [planned, found] : values) note_mixture(key, found, results);
   }
@@ -207,7 +211,7 @@ void note_mixtures(Results& results) {
 void read_run(const std::string& folder, RunResult& result) {
   const auto config = train::config_of_run(folder);
   for (const auto& key : train::config_keys()) result.config[key.name] = train::get(config, key);
-  // Where things were on that machine says nothing elsewhere.
+  // Paths on that machine mean nothing elsewhere.
   result.config.erase("out");
   result.config["data"] = fs::path(config.data).filename().string();
   std::ifstream machines(folder + "/machine.jsonl");
@@ -244,7 +248,7 @@ Results read_results(const Folder& folder) {
       }
       if (fs::exists(path + "/config.toml")) {
         const std::string difference = difference_of(folder, run);
-        TORCH_CHECK_VALUE(difference.empty(), "is another run than the study says: ", difference);
+        TORCH_CHECK_VALUE(difference.empty(), "differs from the study: ", difference);
         read_run(path, result);
       }
     } catch (const std::exception& error) {

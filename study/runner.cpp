@@ -32,7 +32,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Every key, so that one that left the study file is noticed, too.
+// All keys, so that one that was removed from the study file is noticed.
 train::Options options_of(const train::Config& config) {
   train::Options options;
   for (const auto& key : train::config_keys()) {
@@ -41,7 +41,7 @@ train::Options options_of(const train::Config& config) {
   return options;
 }
 
-// Says why in the log; only calls that a signal handler could make.
+// Writes the reason to the log. Async-signal-safe calls only.
 [[noreturn]] void give_up(const char* what) {
   const char* why = std::strerror(errno);
   for (const char* text : {"group-muon: ", what, ": ", why, "\n"}) {
@@ -50,7 +50,7 @@ train::Options options_of(const train::Config& config) {
   _exit(127);
 }
 
-// This program once more, with a run; its output goes to the run's log.txt.
+// Starts a run's process; its output goes to the run's log.txt.
 pid_t start_process(
     const std::string& log, std::vector<std::string> words, const std::string& gpus) {
   std::vector<std::string> variables;
@@ -61,7 +61,7 @@ pid_t start_process(
   }
   if (!gpus.empty()) variables.push_back("CUDA_VISIBLE_DEVICES=" + gpus);
   const auto arguments = pointers_of(words), environment = pointers_of(variables);
-  // A signal that comes before the run is ready for it waits until it is; it would kill the process otherwise.
+  // Signals are blocked until the run is ready for them. Otherwise an early one would kill the process.
   sigset_t stops, before;
   sigemptyset(&stops);
   sigaddset(&stops, SIGTERM);
@@ -71,8 +71,8 @@ pid_t start_process(
   if (child != 0) sigprocmask(SIG_SETMASK, &before, nullptr);
   TORCH_CHECK(child >= 0, "cannot start a process: ", std::strerror(errno));
   if (child > 0) return child;
-  // From here to exec only calls that a signal handler could make: other threads of the parent may have held locks.
-  setpgid(0, 0);  // Ctrl-C is for the study, which then stops its runs
+  // Until exec, async-signal-safe calls only: other threads of the parent may have held locks.
+  setpgid(0, 0);  // Ctrl-C goes to the study, which then stops its runs
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (getppid() != parent) _exit(kRunFailed);
   const int output = open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
@@ -81,25 +81,27 @@ pid_t start_process(
   dup2(input, STDIN_FILENO);
   dup2(output, STDOUT_FILENO);
   dup2(output, STDERR_FILENO);
-  execve("/proc/self/exe", arguments.data(), environment.data());  // even if its file was replaced
+  execve(arguments[0], arguments.data(), environment.data());
   give_up("cannot start the program");
 }
 
-// Why a process ended, in words; its own are in error.txt.
+// Why a process ended, for runs that left no error.txt.
 std::string reason(int status) {
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
     return c10::str(
         "ended by signal ", signal, " (", strsignal(signal), ")",
-        signal == SIGKILL ? ": was there not enough memory?" : "", "; see log.txt");
+        signal == SIGKILL ? ", perhaps out of memory" : "", "; see log.txt");
   }
   return c10::str("ended with exit code ", WEXITSTATUS(status), "; see log.txt");
 }
 
-// All runs of a study, and the processes at work on them.
+// All runs of a study and the processes that execute them.
 class Runner {
  public:
-  Runner(const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener);
+  Runner(
+      const Folder& folder, const Workers& workers, const RunCommand& command, bool retry,
+      const StudyListener& listener);
   StudyProgress run();
 
  private:
@@ -108,10 +110,10 @@ class Runner {
     std::string path;
     double work;  // tokens
     RunStatus status;
-    bool retry = false;   // once, if it has failed
-    bool killed = false;  // once already, by no word of ours
-    bool gone = false;    // from the study, by another's word
-    pid_t process = 0;    // ours, if it is running here
+    bool retry = false;   // try once more if it has failed
+    bool killed = false;  // has been killed once, not by us
+    bool gone = false;    // another process has removed it from the study
+    pid_t process = 0;    // our process, if it is running here
     size_t slot = 0;
     Clock::time_point start = {};
   };
@@ -126,19 +128,20 @@ class Runner {
   bool is_stopping() const { return listener_.stop_signal && listener_.stop_signal() != 0; }
 
   const Folder& folder_;
-  const Workers& workers_;
+  const RunCommand& command_;
   const StudyListener& listener_;
   std::vector<Item> items_;
-  std::vector<std::string> gpus_;  // of each slot; empty: none of them
-  std::vector<bool> taken_;        // slots
+  std::vector<std::string> gpus_;  // CUDA_VISIBLE_DEVICES by slot; empty: not set
+  std::vector<bool> taken_;        // which slots are in use
   Clock::time_point start_ = Clock::now();
   double work_at_start_ = 0;
 };
 
 Runner::Runner(
-    const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener)
+    const Folder& folder, const Workers& workers, const RunCommand& command, bool retry,
+    const StudyListener& listener)
     : folder_(folder),
-      workers_(workers),
+      command_(command),
       listener_(listener),
       taken_(static_cast<size_t>(workers.jobs), false) {
   for (const auto& run : folder.plan) {
@@ -160,16 +163,7 @@ Runner::Runner(
 
 void Runner::start(Item& item, size_t slot) {
   train::make_folder(item.path);
-  std::vector<std::string> words = {
-      "group-muon",
-      "study",
-      "run",
-      folder_.path,
-      item.run->name,
-      "--threads",
-      std::to_string(workers_.threads)};
-  if (!workers_.device.empty()) words.insert(words.end(), {"--device", workers_.device});
-  if (!item.retry) words.emplace_back("--unless-failed");
+  auto words = command_(item.run->name, item.retry);
   item.retry = false;
   item.process =
       start_process(item.path + "/log.txt", std::move(words), gpus_.empty() ? "" : gpus_[slot]);
@@ -182,7 +176,7 @@ void Runner::start(Item& item, size_t slot) {
 
 void Runner::fail(Item& item, const std::string& error) {
   item.status.error = read_error(item.path);
-  if (item.status.error.empty()) {  // else it has left its own
+  if (item.status.error.empty()) {  // else keep the run's own
     record_error(item.path, error);
     item.status.error = error;
   }
@@ -190,7 +184,7 @@ void Runner::fail(Item& item, const std::string& error) {
   if (listener_.failed) listener_.failed(*item.run, item.status.error);
 }
 
-// Takes note of a process of ours that has ended.
+// Updates the run if its process has ended.
 void Runner::reap(Item& item) {
   int status = 0;
   if (item.process == 0 || waitpid(item.process, &status, WNOHANG) == 0) return;
@@ -211,7 +205,7 @@ void Runner::reap(Item& item) {
       code == 128 + SIGTERM || code == 128 + SIGINT || signal == SIGTERM || signal == SIGINT ||
       signal == SIGHUP) {
     item.status.state = RunState::kWaiting;
-  } else if (signal == SIGKILL && !item.killed) {  // goes on from its checkpoint
+  } else if (signal == SIGKILL && !item.killed) {  // will resume from its checkpoint
     item.killed = true;
     item.status.state = RunState::kWaiting;
   } else {
@@ -219,7 +213,7 @@ void Runner::reap(Item& item) {
   }
 }
 
-// What became of a run that is not ours at present.
+// Updates a run that we are not running.
 void Runner::look(Item& item) {
   item.status = status_of(folder_, *item.run);
   if (item.status.state == RunState::kFailed && item.retry) item.status.state = RunState::kWaiting;
@@ -273,7 +267,7 @@ void Runner::tell_to_stop() {
   }
 }
 
-// Looks after a run and starts it if there is room; whether there is more to do with it.
+// Updates a run and starts it if a slot is free. Returns whether it is still unfinished.
 bool Runner::care_for(Item& item, bool look_around, bool stopping) {
   const auto is = [&](RunState state) { return item.status.state == state; };
   if (item.gone || is(RunState::kFinished) || is(RunState::kFailed)) return false;
@@ -283,7 +277,7 @@ bool Runner::care_for(Item& item, bool look_around, bool stopping) {
   if (is(RunState::kWaiting) && !stopping && slot != taken_.end()) {
     try {
       start(item, static_cast<size_t>(slot - taken_.begin()));
-    } catch (const std::exception& error) {  // and the others go on
+    } catch (const std::exception& error) {  // the other runs continue
       fail(item, train::message_of(error));
     }
   }
@@ -319,7 +313,7 @@ RunEnd run_here(
     bool retry, const train::Listener& listener) {
   const std::string path = folder_of(folder, run);
   train::make_folder(path);
-  // Who only looks whether a folder is locked has the lock for a moment, so one refusal says little.
+  // A process that only checks whether a folder is locked holds the lock for a moment, so try for a while.
   const auto lock = train::wait_for_lock(path, 0.5);
   if (!lock) return RunEnd::kElsewhere;
   const auto drop_checkpoints = [&] {
@@ -329,11 +323,11 @@ RunEnd run_here(
   };
   const bool damaged = has_result(path) && status_of(folder, run).state != RunState::kFinished;
   if (has_result(path) && !damaged) {
-    drop_checkpoints();  // it may have been killed before it could
+    drop_checkpoints();  // it may have been killed before doing this
     return RunEnd::kFinished;
   }
   if (!retry && (damaged || !read_error(path).empty()))
-    return RunEnd::kFailedBefore;  // while we waited for the lock
+    return RunEnd::kFailedBefore;  // perhaps while we waited for the lock
   forget_error(path);
   if (damaged) forget_result(path);
   try {
@@ -358,9 +352,10 @@ RunEnd run_here(
 }
 
 StudyProgress run_all(
-    const Folder& folder, const Workers& workers, bool retry, const StudyListener& listener) {
+    const Folder& folder, const Workers& workers, const RunCommand& command, bool retry,
+    const StudyListener& listener) {
   expect_children();
-  return Runner(folder, workers, retry, listener).run();
+  return Runner(folder, workers, command, retry, listener).run();
 }
 
 }  // namespace study

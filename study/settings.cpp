@@ -21,17 +21,17 @@ std::string grouping(int g, const std::string& rule) {
   return g == 1 ? "1" : c10::str(g, ":", rule);
 }
 
-// All that a setting is, so that nothing of a base configuration is left.
+// All options that define a setting, so that none is inherited from a base configuration.
 train::Options groups(const std::string& qk, const std::string& v) {
   return {{"qkv", "split"}, {"qk-group", qk}, {"k-group", ""}, {"v-group", v}};
 }
 
-// A row of the table's lower part: what its settings are called, and what is grouped.
+// A row of the table's lower part: how its settings are named and what is grouped.
 struct Row {
   const char* paper;
   const char* prefix;
   const char* title;
-  bool varies_v;  // and QK is as `qk` says; else V is whole
+  bool varies_v;  // true: V varies and QK is `qk`; false: QK varies and V is whole
   const char* qk;
   std::vector<std::pair<Rule, std::array<double, 5>>> losses;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// The settings of the paper's Table 1 and of this project, and the cells of the table they fill.
+// The settings of the paper's Table 1, plus our own, and the cells of the table that they fill.
 
 #include <string>
 #include <vector>
@@ -8,17 +8,17 @@
 
 namespace study {
 
-/// One algorithm: what it changes in a training run's options.
+/// One algorithm, as options of a training run.
 struct Setting {
-  std::string name;   // of its folder, too
-  std::string title;  // as a person reads it
+  std::string name;   // also the name of its folder
+  std::string title;  // for people
   train::Options options;
 };
 
-/// All 33 that Table 1 comes to, in its order, and three-way Full-QKV, which is ours.
+/// The 33 settings of Table 1, in its order, and three-way Full-QKV, our addition.
 const std::vector<Setting>& table1_settings();
 
-/// A number of the paper's table, and the setting that it is of. Rules that come to the same groups share a setting.
+/// A number in the paper's table and its setting. Rules that give the same groups share a setting.
 struct Cell {
   std::string row;     // Full-QKV Muon, QK, …
   std::string rule;    // adj., int., rand.; empty for baselines

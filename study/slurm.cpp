@@ -16,20 +16,20 @@ std::string absolute(const std::string& path) {
   return std::filesystem::absolute(path).lexically_normal().string();
 }
 
-// So that nothing needs quotes, neither in the shell nor in Slurm's own patterns.
+// Rejects paths that would need quoting in the shell or in Slurm's patterns.
 void check_path(const std::string& path) {
   const auto plain = [](unsigned char c) {
     return std::isalnum(c) != 0 || std::strchr("/._+=@,-", c) != nullptr || c >= 0x80;
   };
   TORCH_CHECK_VALUE(
-      std::all_of(path.begin(), path.end(), plain), "Slurm cannot work with the path '", path,
-      "': it has blanks, quotes or other special signs");
+      std::all_of(path.begin(), path.end(), plain), "Slurm scripts cannot use the path '", path,
+      "': it has spaces, quotes or other special characters; choose a path without them");
 }
 
 }  // namespace
 
 std::string slurm_script(
-    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+    const Folder& folder, const Workers& workers, const RunCommand& command, bool retry,
     const std::string& options) {
   std::ostringstream names;
   int64_t tasks = 0;
@@ -41,11 +41,15 @@ std::string slurm_script(
   }
   TORCH_CHECK_VALUE(
       tasks > 0, "all runs of the study in '", folder.path, "' are finished or have failed");
-  const std::string place = absolute(folder.path), binary = absolute(program);
+  const std::string place = absolute(folder.path);
   check_path(place);
-  check_path(binary);
-  TORCH_CHECK_VALUE(
-      options.find('\n') == std::string::npos, "options for Slurm should be in one line");
+  const std::string run = "\"$1\"";
+  std::string line;
+  for (const auto& word : command(run, /*retry=*/true)) {
+    if (word != run) check_path(word);
+    line += " " + word;
+  }
+  TORCH_CHECK_VALUE(options.find('\n') == std::string::npos, "--slurm-options should be one line");
   const bool cuda = workers.device == "cuda";
   std::ostringstream script;
   script << "#!/bin/sh\n"
@@ -55,14 +59,13 @@ std::string slurm_script(
   script << "\n#SBATCH --cpus-per-task=" << workers.threads << "\n";
   if (cuda) script << "#SBATCH --gres=gpu:1\n";
   script
-      << "# Two minutes before its time is over a run saves a checkpoint; submit again to go on.\n"
+      << "# A run saves a checkpoint two minutes before its time limit; submit again to resume.\n"
       << "#SBATCH --signal=B:TERM@120\n"
       << "#SBATCH --output=" << place << "/slurm-%A_%a.log\n";
   if (!options.empty()) script << "#SBATCH " << options << "\n";
   script << "set --" << names.str() << "\n"
          << "shift \"$SLURM_ARRAY_TASK_ID\"\n"
-         << "exec " << binary << " study run " << place << " \"$1\" --threads " << workers.threads
-         << (workers.device.empty() ? "" : " --device " + workers.device) << "\n";
+         << "exec" << line << "\n";
   return script.str();
 }
 
@@ -70,7 +73,7 @@ std::string submit(const std::string& script) {
   std::string text;
   const int code = run_program({"sbatch", script}, &text);
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  TORCH_CHECK(code == 0, "sbatch did not take the job: ", text, ". The script is ", script);
+  TORCH_CHECK(code == 0, "sbatch rejected the job: ", text, ". The script is ", script);
   return text;
 }
 

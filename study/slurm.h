@@ -1,5 +1,5 @@
 #pragma once
-// A study as a Slurm array job, a task a run.
+// A study as a Slurm array job with one task per run.
 
 #include <string>
 
@@ -7,14 +7,14 @@
 
 namespace study {
 
-/// The batch script for all runs that are not finished, and with `retry` those that have failed; `options` are more of
-/// sbatch's, such as "--time=2:00:00". At most `workers.jobs` tasks run at a time; 0: as many as Slurm sees fit. Runs stand in
-/// it by name, so that a study that grows meanwhile does no harm.
+/// The batch script for all unfinished runs, with `retry` also failed ones. `options` are additional sbatch options,
+/// such as "--time=2:00:00". At most `workers.jobs` tasks run at a time; 0: no limit. The script lists runs by name,
+/// so the study may grow in the meantime.
 std::string slurm_script(
-    const Folder& folder, const Workers& workers, bool retry, const std::string& program,
+    const Folder& folder, const Workers& workers, const RunCommand& command, bool retry,
     const std::string& options);
 
-/// Gives a script to sbatch; returns what that says, such as "Submitted batch job 12".
+/// Submits a script with sbatch and returns its output, such as "Submitted batch job 12".
 std::string submit(const std::string& script);
 
 }  // namespace study

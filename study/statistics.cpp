@@ -78,7 +78,7 @@ double sign_flip_p(const std::vector<double>& differences) {
   constexpr int64_t kDraws = 1'000'000;
   const size_t count = differences.size();
   if (count == 0) return kNone;
-  // Sums that are equal but for rounding count as equal.
+  // Sums that differ only by rounding count as equal.
   const double sum = std::abs(std::accumulate(differences.begin(), differences.end(), 0.0));
   double scale = 0;
   for (const double difference : differences) scale += std::abs(difference);
@@ -95,8 +95,9 @@ double sign_flip_p(const std::vector<double>& differences) {
     for (uint64_t signs = 0; signs < all; ++signs) farther += flipped(signs) >= far ? 1 : 0;
     return static_cast<double>(farther) / static_cast<double>(all);
   }
-  std::mt19937_64 generator(0);
-  int64_t farther = 1;  // the one that was seen
+  std::mt19937_64 generator(
+      0);               // NOLINT(bugprone-random-generator-seed): the same p-value every time
+  int64_t farther = 1;  // the observed signs
   for (int64_t draw = 0; draw < kDraws; ++draw) {
     double total = 0;
     uint64_t signs = 0;

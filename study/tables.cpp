@@ -38,7 +38,7 @@ std::string own_number(const SettingSummary& setting, bool bold) {
   return found == setting.against.end() ? text : text + sign_of(found->second);
 }
 
-// The same with the paper's: "4.7437 ± 0.0041 ▲ (3.2722)".
+// The same with the paper's number: "4.7437 ± 0.0041 ▲ (3.2722)".
 std::string markdown_cell(const VariantSummary& summary, size_t index) {
   const Cell& cell = table1_cells()[index];
   const std::string paper =
@@ -89,6 +89,25 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
     out << "\n";
   }
   out << "\n";
+}
+
+// Columns as wide as their widest cell; the first is aligned left, the others right.
+std::string aligned(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string pad(widths[i] - row[i].size(), ' ');
+      line += i == 0 ? row[i] + pad : "  " + pad + row[i];
+    }
+    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+  }
+  return text;
 }
 
 bool has_results(const VariantSummary& summary) {
@@ -164,7 +183,7 @@ std::string latex_number(const VariantSummary& summary, size_t index) {
   return own + " {\\scriptsize(" + paper + ")}";
 }
 
-// How much of the study is there, and what is not.
+// How many runs are finished, and what is wrong with the others.
 void write_state(std::ostream& out, const Results& results) {
   const auto counting = std::count_if(
       results.runs.begin(), results.runs.end(), [](const auto& r) { return r.counts(); });
@@ -181,16 +200,17 @@ void write_state(std::ostream& out, const Results& results) {
 void write_table1(std::ostream& out, const Folder& folder, const VariantSummary& summary) {
   const auto config = train::configure(folder.study.options);
   out << "# Table 1\n\nValidation loss after " << config.steps << " steps of "
-      << config.batch * config.context << " tokens: mean ± standard deviation over seeds, and in "
-      << "parentheses the paper's, of another model and text. Where the numbers of seeds "
-      << "differ, numbers are of different seeds, and so are differences to a baseline: see the "
-         "order above, on the seeds that all have. g = 1 is one result for all rules. "
-         "Bold: the best rule of a row at that g, "
-         "on the seeds that all rules "
-      << "have. ▲ ▼: better or worse than packed Full-QKV Muon by the interval that holds for all "
-         "settings with enough seeds against it at once. "
-      << "ᵉ △ ▽: exploratory, with fewer than " << kEnoughSeeds
-      << " seeds or failed ones, and by the interval that holds for all such.\n\n"
+      << config.batch * config.context << " tokens: mean ± standard deviation over seeds. "
+      << "The paper's loss, for another model and text, is in parentheses. "
+      << "Where the numbers of seeds differ, losses and differences to a baseline come from "
+         "different seeds; the order above uses only the seeds that all have. "
+         "g = 1 is one result for all rules. "
+         "Bold: the best rule of a row at that g, on the seeds that all rules have. "
+      << "▲ ▼: better or worse than packed Full-QKV Muon, by the interval that holds at once for "
+         "all settings with enough seeds. "
+      << "ᵉ △ ▽: exploratory (fewer than " << kEnoughSeeds
+      << " seeds, or failed runs), by the interval that holds at once for all exploratory "
+         "settings.\n\n"
       << "| baseline | validation loss |\n|---|---|\n";
   const auto& cells = table1_cells();
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
@@ -226,7 +246,7 @@ bool is_best_rule(const VariantSummary& summary, size_t cell) {
     losses.push_back(setting->losses);
     if (setting != own) rivals.push_back(setting);
   }
-  // Seeds differ more than rules do, so only those count that all rules have.
+  // Seeds differ more than rules do, so rules are compared only on seeds that all of them have.
   const auto seeds = common_seeds(losses);
   const auto mean = [&](const SettingSummary* setting) {
     double sum = 0;
@@ -246,15 +266,15 @@ std::string to_markdown(
   for (const auto& line : conclusions(analysis)) out << line << "\n";
   out << "\n";
   write_table1(out, folder, analysis.main);
-  out << "\n# Every setting\n\nDifferences are taken seed by seed, with 95% intervals: for one "
-      << "comparison, and for all against that baseline at once, by which ▲ and ▼ are "
-         "given: all settings with enough seeds, or all exploratory ones. "
-      << "p is two-sided, by flipping signs, and beside it corrected (Holm); of n seeds it cannot "
-         "be "
-      << "below 2^(1-n), however large the effect.\n\n";
+  out << "\n# Every setting\n\nDifferences are taken seed by seed, with two 95% intervals: one for "
+      << "a single comparison, and one \"for all\" comparisons with that baseline at once, either "
+         "of all settings with enough seeds or of all exploratory ones. The second decides ▲ and "
+         "▼. "
+      << "p is two-sided, from sign flips; the Holm column has it with Holm's correction. "
+      << "With n seeds p cannot be below 2^(1-n), however large the effect.\n\n";
   write_settings(out, analysis.main);
   for (const auto& setting : folder.study.own_settings) {
-    out << setting.name << ", of this study:";
+    out << setting.name << ", defined by this study:";
     for (const auto& [key, value] : setting.options) out << " `" << key << " = " << value << "`";
     out << "\n\n";
   }
@@ -273,7 +293,8 @@ std::string to_markdown(
     out << "\n\n";
     write_settings(out, variant);
   }
-  out << "# Claims of the paper\n\nOn this model, text and length of training only.\n\n| | claim | "
+  out << "# Claims of the paper\n\nFor this model, text and length of training only.\n\n| | claim "
+         "| "
          "verdict | evidence |\n|---:|---|---|---|\n";
   for (const auto& claim : claims) {
     out << "| " << claim.number << " | " << claim.text << " | " << words_of(claim) << " | ";
@@ -283,6 +304,26 @@ std::string to_markdown(
     out << " |\n";
   }
   return out.str();
+}
+
+std::string to_text(const Analysis& analysis) {
+  std::vector<std::vector<std::string>> rows = {{"setting", "seeds", "validation loss"}};
+  for (const char* baseline : kBaselines) rows[0].push_back(c10::str("minus ", baseline));
+  bool exploratory = false;
+  for (const auto& setting : analysis.main.settings) {
+    if (setting.loss.count == 0) continue;
+    rows.push_back({setting.title, std::to_string(setting.loss.count), number(setting.loss.mean)});
+    for (const char* baseline : kBaselines) {
+      const auto found = setting.against.find(baseline);
+      rows.back().push_back(
+          found == setting.against.end() ? "" : interval(found->second.difference));
+    }
+    exploratory = exploratory || setting.exploratory;
+  }
+  if (rows.size() == 1) return "no run is finished yet\n";
+  const std::string note = c10::str(
+      "Fewer than ", kEnoughSeeds, " seeds (or failed runs): a first impression, not evidence.\n");
+  return aligned(rows) + (exploratory ? note : "");
 }
 
 std::string to_csv(const Analysis& analysis) {
@@ -304,14 +345,13 @@ std::string to_csv(const Analysis& analysis) {
 std::string to_latex(const Analysis& analysis) {
   std::ostringstream out;
   const auto& cells = table1_cells();
-  out << "% Needs booktabs and multirow. Mean and standard deviation over n seeds, e: exploratory; "
-         "in\n"
-      << "% parentheses the paper's numbers, of another model and text. Bold: the best rule of a "
-         "row "
-         "at\n"
-      << "% that g, on the seeds that all rules have. Whether settings differ is a matter of "
-         "paired\n"
-      << "% differences: see table.md.\n"
+  out << "% Needs booktabs and multirow. Mean and standard deviation over n seeds; e: "
+         "exploratory.\n"
+      << "% The paper's numbers, for another model and text, are in parentheses. Bold: the best "
+         "rule of\n"
+      << "% a row at that g, on the seeds that all rules have. Paired differences decide whether "
+         "settings\n"
+      << "% differ: see table.md.\n"
       << "\\begin{tabular}{llccccc}\n\\toprule\n"
       << "\\multicolumn{2}{l}{Baselines} & \\multicolumn{5}{c}{Validation loss} \\\\\n\\midrule\n";
   for (size_t i = 0; i < cells.size() && cells[i].group_size == 0; ++i) {
@@ -329,7 +369,7 @@ std::string to_latex(const Analysis& analysis) {
       if (letter == '_') name += '\\';
       name += letter;
     }
-    out << "\\multicolumn{2}{l}{" << name << " (of this study)} & \\multicolumn{5}{c}{"
+    out << "\\multicolumn{2}{l}{" << name << " (this study's own)} & \\multicolumn{5}{c}{"
         << number(setting.loss.mean) << latex_spread(setting) << "} \\\\\n";
   }
   out << "\\midrule\nGroupMuon & Rule & $g=1$ & $g=2$ & $g=3$ & $g=4$ & $g=6$ \\\\\n";

@@ -1,6 +1,6 @@
 #pragma once
-// The results as tables for people, spreadsheets and papers. They depend on losses only, so the same results give the
-// same bytes.
+// The results as tables for people, spreadsheets and papers. Tables depend on losses only, so the same results give
+// the same bytes.
 
 #include <string>
 #include <vector>
@@ -9,16 +9,18 @@
 
 namespace study {
 
-/// Whether a cell's rule is the best of those that Table 1 has for its row and g. At g = 1 all are the same.
+/// Whether a cell's rule is the best of its row at its g. False at g = 1, where all rules are the same.
 bool is_best_rule(const VariantSummary& summary, size_t cell);
-/// The same in the paper, which marks it for QK only.
+/// The same for the paper's numbers. The paper marks best rules for QK only.
 bool is_papers_best_rule(size_t cell);
 
-/// Table 1 with the paper's numbers in parentheses, every setting against the baselines, other variants, noise, claims.
+/// Table 1 with the paper's numbers in parentheses, every setting against the baselines, noise, variants and claims.
 std::string to_markdown(
     const Folder& folder, const Results& results, const Analysis& analysis,
     const std::vector<Claim>& claims);
-/// A line a setting and variant.
+/// The settings with their losses and differences to the baselines, for a terminal.
+std::string to_text(const Analysis& analysis);
+/// One line per setting and variant.
 std::string to_csv(const Analysis& analysis);
 /// Table 1 in the paper's layout (booktabs, multirow).
 std::string to_latex(const Analysis& analysis);

@@ -1,12 +1,12 @@
 #pragma once
-// Numbers in texts.
+// Formatting of numbers.
 
 #include <cstdio>
 #include <string>
 
 namespace study {
 
-/// As printf has it, of any length.
+/// Formats like printf, without a length limit.
 template <typename... Values>
 std::string format(const char* pattern, Values... values) {
   const int size = std::snprintf(nullptr, 0, pattern, values...);

@@ -32,7 +32,8 @@ Workers choose_workers(const Folder& folder, Workers workers) {
     workers.device = train::configure(folder.study.options).device;
   }
   const bool cuda = workers.device == "cuda";
-  const auto gpus = static_cast<int64_t>(torch::cuda::device_count());
+  const auto gpus =
+      static_cast<int64_t>(torch::cuda::device_count());  // NOLINT(bugprone-signed-char-misuse)
   TORCH_CHECK_VALUE(!cuda || gpus > 0, "--device cuda: this machine has no GPU that torch can use");
   if (workers.jobs == 0) {
     const auto first = train::resolved(config_of(folder, folder.plan.front()));

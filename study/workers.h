@@ -1,5 +1,5 @@
 #pragma once
-// How many runs a machine takes at once.
+// How many runs a machine executes in parallel.
 
 #include <string>
 #include <vector>
@@ -8,17 +8,21 @@
 
 namespace study {
 
-/// How many at once, and on what.
+/// How runs are executed.
 struct Workers {
-  int64_t jobs = 0;         // 0: one a core, as long as the memory is enough for all; one a GPU
-  int64_t threads = 0;      // of each; 0: the cores, divided
-  std::string device = {};  // empty: as the study says
+  int64_t jobs = 0;         // runs at a time; 0: one per core if memory allows, or one per GPU
+  int64_t threads = 0;      // threads per run; 0: the cores divided among the jobs
+  std::string device = {};  // empty: the study's
 };
 
-/// With every 0 filled in for this machine.
+/// Returns the command line for one run of the study. The first word is the path of the program. Without `retry` the
+/// command skips a run that has failed before.
+using RunCommand = std::function<std::vector<std::string>(const std::string& run, bool retry)>;
+
+/// Replaces every 0 by a value for this machine.
 Workers choose_workers(const Folder& folder, Workers workers);
 
-/// CUDA_VISIBLE_DEVICES of each job: `visible` is that of this process, empty if it has none.
+/// CUDA_VISIBLE_DEVICES for each job. `visible` is the value in this process, empty if it is not set.
 std::vector<std::string> gpus_of_jobs(const std::string& visible, int64_t gpus, int64_t jobs);
 
 }  // namespace study

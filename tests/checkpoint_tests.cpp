@@ -32,7 +32,7 @@ void save(const std::string& path, const NamedTensors& tensors) {
   save_tensors(file, tensors, {{"format", "pt"}});
 }
 
-// A model with its optimizers after a step.
+// A model with its optimizers.
 struct Trained {
   gpt::Model model;
   group_muon::Optimizers optimizers;
@@ -55,7 +55,7 @@ struct Trained {
 };
 
 TEST(FilesTest, ChecksumIsCrc32c) {
-  EXPECT_EQ(crc32c(0, "123456789", 9), 0xe3069283);  // the check value of its definition
+  EXPECT_EQ(crc32c(0, "123456789", 9), 0xe3069283);  // the check value in its definition
   EXPECT_EQ(crc32c(crc32c(0, "12345", 5), "6789", 4), 0xe3069283);
   const std::string zeros(32, '\0');
   EXPECT_EQ(crc32c(0, zeros.data(), zeros.size()), 0x8a9136aa);  // RFC 3720
@@ -147,7 +147,7 @@ TEST(CheckpointTest, NewestAndBestAreKept) {
     save_checkpoint(
         run.path(), a.model, a.optimizers,
         {.step = static_cast<int64_t>(i), .validation_loss = losses[i]});
-    fs::create_directory(run / "checkpoints/writing-step-000099");  // of a process that was killed
+    fs::create_directory(run / "checkpoints/writing-step-000099");  // from a killed process
     prune_checkpoints(run.path(), 2);
   }
   std::vector<std::string> kept;

@@ -1,4 +1,4 @@
-// The paper's claims and the conclusions, on results made up so that the answer is known.
+// The paper's claims and the conclusions, on made-up results with known answers.
 
 #include <cmath>
 #include <random>
@@ -108,7 +108,7 @@ TEST(ClaimsTest, NothingIsClaimedOfNoiseOrOfNothing) {
       std::string::npos);
 }
 
-// Eight seeds of a few settings, fewer of the rest.
+// Eight seeds for a few settings, fewer for the rest.
 Folder uneven_folder(int64_t seeds) {
   auto folder = folder_of("unused", seeds);
   for (const char* name : {"packed", "three-way", "head-wise", "qk-1"}) {
@@ -149,7 +149,7 @@ TEST(ClaimsTest, WhatIsMeasuredHasToBeClear) {
   const auto words = [&](size_t number) {
     return words_of(check_claims(folder, results, analyze(folder, results))[number - 1]);
   };
-  EXPECT_EQ(words(8), "undecided") << "55% of the cases are no majority to speak of";
+  EXPECT_EQ(words(8), "undecided") << "55% of the cases are not enough";
   measured.back().larger_norms = 0.8;
   EXPECT_EQ(words(8), "supported (exploratory)") << "one run";
   EXPECT_EQ(words(7), "supported (exploratory)");
@@ -159,7 +159,7 @@ TEST(ClaimsTest, WhatIsMeasuredHasToBeClear) {
   EXPECT_EQ(words(7), "contradicted (exploratory)");
 }
 
-// A study of some settings of which `effect` says how far they are from the rest.
+// A study of some settings. `effect` is how far each is from the rest.
 template <typename Effect>
 std::vector<Claim> claims_of(
     const std::vector<std::string>& settings, int64_t seeds, Effect&& effect) {
@@ -208,11 +208,11 @@ TEST(ClaimsTest, WhatComesLateIsDecidedByTheLongestTraining) {
     return seeded(run) + wobble(run) + (finer && step > 0 ? late : 0);
   });
   const auto claims = check_claims(folder, results, analyze(folder, results));
-  EXPECT_EQ(words_of(claims[1]), "undecided") << "no steps between are measured";
+  EXPECT_EQ(words_of(claims[1]), "undecided") << "the sizes in between are not measured";
   EXPECT_EQ(claims[1].evidence[1].rfind("long: g = 6 minus g = 1: -0.0", 0), 0);
   EXPECT_EQ(words_of(claims[0]), "supported (exploratory)");
   EXPECT_EQ(claims[0].evidence.size(), 5)
-      << "both trainings against both baselines, and what decides";
+      << "both trainings against both baselines, and the deciding rule";
 }
 
 TEST(ClaimsTest, VThatHurtsGainsNothingWhateverQkDoes) {
@@ -226,7 +226,8 @@ TEST(ClaimsTest, VThatHurtsGainsNothingWhateverQkDoes) {
   EXPECT_EQ(words_of(claims_of(names, 8, nothing)[3]), "undecided");
   names.push_back("qk-6-random");
   const auto gains = [](const std::string& name) { return name == "qk-6-random" ? -0.05 : 0; };
-  EXPECT_EQ(words_of(claims_of(names, 8, gains)[3]), "supported") << "far from half of that";
+  EXPECT_EQ(words_of(claims_of(names, 8, gains)[3]), "supported")
+      << "V gains far less than half of that";
 }
 
 TEST(ClaimsTest, ConclusionsNameTheLowestAndWhatCannotBeToldFromIt) {
@@ -240,7 +241,7 @@ TEST(ClaimsTest, ConclusionsNameTheLowestAndWhatCannotBeToldFromIt) {
   for (const auto& line : conclusions(analyze(folder, results))) text += line + "\n";
   EXPECT_NE(text.find(" is lowest: 4.3"), std::string::npos) << text;
   EXPECT_NE(text.find(" minus packed: -0.0"), std::string::npos) << text;
-  EXPECT_NE(text.find("It cannot be told from "), std::string::npos) << text;
+  EXPECT_NE(text.find("It cannot be distinguished from "), std::string::npos) << text;
   EXPECT_EQ(text.find("v-1 "), text.find("v-1 (QK g = 6 random")) << text;
   EXPECT_NE(
       text.find("On the 2 seeds that all 34 settings have, the lowest are v-1, "),
@@ -279,7 +280,7 @@ TEST(ClaimsTest, OfEqualSettingsNoneIsSaidToBeBelowAnother) {
       break;
     }
   }
-  // 5% and three standard errors of this simulation.
+  // 5% plus three standard errors of this simulation.
   EXPECT_LE(wrong, kStudies * (0.05 + 3 * std::sqrt(0.05 * 0.95 / kStudies)));
 }
 

@@ -13,7 +13,7 @@ using namespace train;  // NOLINT(google-build-using-namespace)
 
 Config with(const Options& settings) { return configure(settings); }
 
-// What the optimizer does with Q, K and V, as the layout's text.
+// The layout of Q, K and V in its text form.
 std::string layout_text(const Options& settings) {
   const auto options = optimizer_options(with(settings));
   return options.layouts.empty() ? "plain" : group_muon::to_string(options.layouts[0].second);
@@ -21,7 +21,7 @@ std::string layout_text(const Options& settings) {
 
 TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
   const TemporaryFolder folder;
-  // Another value for every key.
+  // A non-default value for every key.
   Config config;
   for (const auto& key : config_keys()) {
     std::visit(
@@ -54,7 +54,7 @@ TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
         },
         key.member);
   }
-  EXPECT_EQ(bytes, sizeof(Config));  // a field without a key would make it larger
+  EXPECT_EQ(bytes, sizeof(Config));  // a field without a key would make Config larger
 }
 
 TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
@@ -204,7 +204,7 @@ TEST(ConfigTest, EverySettingOfTable1IsReachable) {
 }
 
 TEST(ConfigTest, LearningRateFollowsTheRecipe) {
-  const Config config;  // 6200 steps, the last 1800 down
+  const Config config;  // 6200 steps, warmdown over the last 1800
   EXPECT_EQ(lr_factor(config, 0), 1);
   EXPECT_EQ(lr_factor(config, 4399), 1);
   EXPECT_EQ(lr_factor(config, 4400), 1);
@@ -228,7 +228,7 @@ TEST(ConfigTest, AResumedRunRefusesByNameWhatWouldMakeItAnother) {
   EXPECT_ERROR_SAYS(notes_with("qk-group", "2"), "qk-group = 2 conflicts");
   const auto notes = notes_with("threads", "1");
   ASSERT_EQ(notes.size(), 1);
-  EXPECT_NE(notes[0].find("threads was 2 and is 1"), std::string::npos);
+  EXPECT_NE(notes[0].find("threads changed from 2 to 1"), std::string::npos);
 }
 
 TEST(ConfigTest, NearestCountsEdits) {

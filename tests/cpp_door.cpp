@@ -1,6 +1,5 @@
-// cpp_door IN OUT: runs the C++ optimizer on what a Python test saved, and saves the weights;
-// cpp_door order … prints random orders. The Python tests compare both with their own door, bit for
-// bit.
+// cpp_door IN OUT runs the C++ optimizer on what a Python test saved, and saves the weights. cpp_door order … prints
+// random orders. The Python tests compare both with the Python optimizer, bit for bit.
 
 #include <torch/torch.h>
 
@@ -17,7 +16,7 @@ torch::IValue load(const std::string& path) {
   return torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
 }
 
-// A list as Python saves it: its elements have no common type.
+// Converts a list saved by Python, whose elements have no common type.
 template <typename T>
 std::vector<T> list_of(const torch::IValue& value) {
   std::vector<T> list;

@@ -13,7 +13,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr size_t kMachine = kRanks - 1;  // of the ranks
+constexpr size_t kMachine = kRanks - 1;  // index of the rank at machine precision
 
 class DiagnosticsTest : public ::testing::Test {
  protected:
@@ -26,7 +26,7 @@ Tensor orthonormal_rows(int64_t rows, int64_t cols) {
   return std::get<0>(torch::linalg_qr(randn({cols, rows}))).t();
 }
 
-// Ideal Muon: exact polar factors in fp64, and steps of the learning rate itself.
+// Ideal Muon: exact polar factors in fp64, and no scale on the learning rate.
 StepOptions ideal() {
   StepOptions options;
   options.orthogonalize.method = Method::kExact;
@@ -47,7 +47,7 @@ Weight weight_of(const Tensor& gradient, const Layout& layout) {
   return weight;
 }
 
-// Of all rows, X being the gradient itself.
+// Measures all rows, with the gradient itself as the direction.
 Whitening whole(
     const Tensor& gradient, const Layout& layout, const StepOptions& options = ideal(),
     Accuracy accuracy = Accuracy::kExact) {
@@ -58,7 +58,7 @@ Layout heads_of(int64_t heads, int64_t rows, const char* grouping) {
   return separate(heads, rows, parse_schedule(grouping));
 }
 
-// β/2·‖W - A‖², which is smooth with just that β; its gradient is β(W - A).
+// β/2·‖W - A‖², which is β-smooth. Its gradient is β(W - A).
 double quadratic(const Tensor& w, const Tensor& a, double beta) {
   return beta / 2 * (w - a).square().sum().item<double>();
 }
@@ -87,7 +87,7 @@ TEST_F(DiagnosticsTest, AlignedLowRankGivesTheClosedForms) {
       EXPECT_EQ(comparison.break_even.pays, BreakEven::Pays::kBelow);
       EXPECT_NEAR(comparison.break_even.beta, 2 * gain / (lr * static_cast<double>(k - 1)), 1e-8);
     }
-    // Of equal strength: a(k - √k).
+    // Equal strengths: the gain is a(k - √k).
     const Tensor equal = torch::cat(blocks) / torch::repeat_interleave(a, kRows).unsqueeze(1);
     const auto same = compare(whole(equal, heads_of(k, kRows, "1")), whole(equal, plain()), lr);
     EXPECT_NEAR(*same.gain, static_cast<double>(k) - std::sqrt(static_cast<double>(k)), 1e-12);
@@ -117,7 +117,7 @@ TEST_F(DiagnosticsTest, FullRowRankCostsNothingIdeally) {
 }
 
 TEST_F(DiagnosticsTest, APackedMatrixTallerThanWideCostsRank) {
-  // 3·d rows of d columns have rank d, three matrices of d×d have 3·d.
+  // A 3d × d matrix has rank d; three d × d matrices have rank 3d in total.
   const Tensor gradient = randn({36, 12});
   const Layout three_way = packed_qkv({.heads = 4, .head_dim = 3});
   const auto parts =
@@ -128,7 +128,7 @@ TEST_F(DiagnosticsTest, APackedMatrixTallerThanWideCostsRank) {
   EXPECT_NEAR(compare(grouped[0], parts[0], 1).norm_cost, 24, 1e-10);
   ASSERT_EQ(parts.size(), 4);
   EXPECT_EQ(parts[1].segment, "q");
-  EXPECT_FALSE(parts[1].of_blocks) << "no singular values of Q alone in a packed block";
+  EXPECT_FALSE(parts[1].of_blocks) << "a packed block has no singular values for Q alone";
   EXPECT_FALSE(compare(grouped[1], parts[1], 1).gain);
   double first_order = 0, squares = 0;
   for (size_t i = 1; i < parts.size(); ++i) {
@@ -141,8 +141,8 @@ TEST_F(DiagnosticsTest, APackedMatrixTallerThanWideCostsRank) {
 
 TEST_F(DiagnosticsTest, ZeroAndRankDeficientBlocks) {
   Tensor gradient = randn({12, 20});
-  gradient.narrow(0, 3, 3).zero_();                                  // the second head is zero
-  gradient.narrow(0, 6, 3).copy_(randn({3, 1}).mm(randn({1, 20})));  // the third of rank one
+  gradient.narrow(0, 3, 3).zero_();                                  // second head: zero
+  gradient.narrow(0, 6, 3).copy_(randn({3, 1}).mm(randn({1, 20})));  // third head: rank one
   for (const auto accuracy : {Accuracy::kExact, Accuracy::kEstimate}) {
     const auto grouped = whole(gradient, heads_of(4, 3, "1"), ideal(), accuracy);
     EXPECT_EQ(grouped.of_blocks->ranks[kMachine], 3 + 0 + 1 + 3);
@@ -191,7 +191,7 @@ TEST_F(DiagnosticsTest, BoundsHoldOnAQuadraticAndAreExactWhereCurvatureIsTheSame
       const Tensor direction = scaled_update(gradient, weight, options);
       for (const double lr : {0.001, 0.1, 1.0, 5.0}) {
         const double measured = before - quadratic(w - lr * direction, a, kBeta);
-        // Curvature is β in every direction: what is guaranteed is what happens.
+        // Curvature is β in every direction, so the guarantee is exact.
         EXPECT_NEAR(measured, guaranteed_decrease(update, lr, kBeta), 1e-9 * before) << grouping;
       }
     }
@@ -250,7 +250,7 @@ TEST_F(DiagnosticsTest, BreakEvenIsWhereBothAreGuaranteedTheSame) {
 }
 
 TEST_F(DiagnosticsTest, MeasuresWhatTheOptimizerDoes) {
-  // Scales, momentum and random groups as a real step has them.
+  // Scales, momentum and random groups as in a real step.
   const Layout layout = packed_qkv(
       {.heads = 6, .head_dim = 4},
       {.q = parse_schedule("2:random"), .k = parse_schedule("1"), .v = parse_schedule("all")});
@@ -305,8 +305,8 @@ TEST_F(DiagnosticsTest, HeadsAlongColumnsAndStacksAreMeasuredAlike) {
       whole(gradient[0], separate(6, 4, parse_schedule("2"))).of_blocks->nuclear_norm, 1e-10);
 }
 
-// The error stated in docs/theory.md: each singular value within 3e-7 of the largest, so nuclear norms within 1e-5, ranks
-// within one in a thousand.
+// The error stated in docs/theory.md: each singular value within 3e-7 of the largest, so nuclear norms within 1e-5
+// and ranks within one in a thousand.
 void expect_estimate_is_close(const Tensor& blocks, const char* what) {
   const auto exact = spectra(blocks, Accuracy::kExact);
   const auto estimate = spectra(blocks, Accuracy::kEstimate);
@@ -359,7 +359,7 @@ TEST_F(DiagnosticsTest, SpectraOfKnownSingularValues) {
 }
 
 TEST_F(DiagnosticsTest, MachinePrecisionIsThatOfTheData) {
-  // Rank 4 in bf16 and fp16 too: what rounding adds does not count, for ranks as for the polar factor.
+  // Rank 4 also in bf16 and fp16: neither ranks nor the polar factor count what rounding adds.
   const Tensor low = randn({64, 4}).mm(randn({4, 64}));
   for (const auto type : {torch::kBFloat16, torch::kHalf, torch::kFloat, torch::kDouble}) {
     const auto full = whole(low.to(type), plain());
@@ -369,7 +369,7 @@ TEST_F(DiagnosticsTest, MachinePrecisionIsThatOfTheData) {
 }
 
 TEST_F(DiagnosticsTest, TheExactUpdateHasTheStepsRankTolerance) {
-  // Singular values around the tolerance: each block's own long side counts.
+  // Singular values around the tolerance, which depends on each block's own long side.
   auto options = ideal();
   options.orthogonalize.precision = torch::kFloat;
   const Tensor sigma = torch::cat(

@@ -1,4 +1,4 @@
-// One-step tests of a real model: what they measure, and that they leave no trace.
+// One-step tests on a real model: they measure the right thing and leave no trace.
 
 #include <torch/torch.h>
 
@@ -16,7 +16,7 @@ using torch::Tensor;
 const gpt::ModelShape kShape = {
     .layers = 2, .heads = 4, .width = 32, .context = 16, .vocabulary = 64};
 
-// A model with momentum, and gradients of one batch.
+// A model with momentum and the gradients of one batch.
 class DirectTestTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -102,7 +102,8 @@ TEST_F(DirectTestTest, WeightsAreRestoredAfterAnError) {
 }
 
 TEST_F(DirectTestTest, AStepIsTheOptimizersOwn) {
-  // The true loss after the optimizer's step of the same grouping and rate, with everything else held.
+  // Compares with the loss after the optimizer's own step of the same grouping and rate, with all other weights
+  // fixed.
   const double lr = 0.02;
   DirectStep tried;
   {
@@ -127,7 +128,7 @@ TEST_F(DirectTestTest, SmallStepsDecreaseTheLossByTheFirstOrderTerm) {
   for (size_t candidate = 0; candidate < candidates_.size(); ++candidate) {
     const auto step = test.step(all(), candidate, 0.1, false);
     EXPECT_NEAR(step.decrease, step.first_order, 0.05 * std::abs(step.first_order));
-    // By its definition.
+    // The definition of curvature.
     EXPECT_NEAR(
         step.first_order - step.curvature / 2 * step.norm * step.norm, step.decrease, 1e-12);
     const auto rescaled = test.step(all(), candidate, 0.1, true);
@@ -150,7 +151,7 @@ TEST_F(DirectTestTest, CandidatesAreNamedAndChecked) {
   EXPECT_ERROR_SAYS(make_candidates(kShape, "all"), "the same as three-way");
   const auto mixed = make_candidates(kShape, "2:random/all");
   EXPECT_EQ(mixed[2].layout.segments[2].schedule, candidates_[1].layout.segments[2].schedule);
-  // Fewer key and value heads: whole where g does not divide them.
+  // Fewer key and value heads: they stay whole where g does not divide them.
   gpt::ModelShape multi_query = kShape;
   multi_query.kv_heads = 1;
   EXPECT_EQ(make_candidates(multi_query, "").size(), 4);

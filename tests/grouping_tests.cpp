@@ -21,7 +21,7 @@ Groups groups_of(int64_t heads, const std::string& text, const RandomKey& key = 
   return groups;
 }
 
-// 99.9% point of the chi-square distribution (Wilson and Hilferty's approximation).
+// The 99.9% quantile of the chi-square distribution (Wilson–Hilferty approximation).
 double chi_square_limit(double degrees) {
   const double k = 2.0 / (9.0 * degrees);
   return degrees * std::pow(1.0 - k + 3.09 * std::sqrt(k), 3);
@@ -60,11 +60,11 @@ TEST(Grouping, EveryRuleIsAPartitionForAnyNumberOfHeads) {
 TEST(RandomGrouping, EveryStepDrawsAnotherPartition) {
   std::set<std::vector<int64_t>> seen;
   for (int64_t step = 0; step < 1000; ++step) seen.insert(random_permutation(12, {.step = step}));
-  EXPECT_EQ(seen.size(), 1000U);  // of 479,001,600
+  EXPECT_EQ(seen.size(), 1000U);  // out of 479,001,600
 }
 
 TEST(RandomGrouping, TheSameStepDrawsTheSameAfterARestart) {
-  // Nothing is carried from draw to draw, so asking for step 700 alone is a restart at step 700.
+  // Draws carry no state, so drawing step 700 alone is a restart at step 700.
   std::vector<std::vector<int64_t>> run;
   for (int64_t step = 0; step < 800; ++step) {
     run.push_back(random_permutation(12, {5, step, parameter_key("h.0.attn"), 1}));
@@ -73,7 +73,7 @@ TEST(RandomGrouping, TheSameStepDrawsTheSameAfterARestart) {
 }
 
 TEST(RandomGrouping, ValuesAreFixedForAllTime) {
-  // A change here changes what a seed means, for checkpoints and for results already published.
+  // Changing these values would change what a seed means for checkpoints and published results.
   EXPECT_EQ(parameter_key("a"), 0xaf63dc4c8601ec8cULL);  // FNV-1a's published value
   EXPECT_EQ(
       random_permutation(12, {.parameter = parameter_key("0")}),
@@ -159,9 +159,9 @@ TEST(GroupingErrors, NameTheValueAndWhatWouldBeValid) {
   EXPECT_ERROR_SAYS(groups_of(12, "six"), "'six' in 'six' should be a whole number");
   EXPECT_ERROR_SAYS(groups_of(12, "-3"), "'-3' in '-3' should be a whole number");
   EXPECT_ERROR_SAYS(groups_of(12, ""), "should be a whole number");
-  EXPECT_ERROR_SAYS(groups_of(4, "2:0-1-2-2"), "should name each of the heads 0 … 3 once");
-  EXPECT_ERROR_SAYS(groups_of(12, "6@10"), "should hold from step 0, not 10");
-  EXPECT_ERROR_SAYS(groups_of(12, "6,3@10,2@10"), "should rise, but 10 follows 10");
+  EXPECT_ERROR_SAYS(groups_of(4, "2:0-1-2-2"), "should list each of the heads 0 … 3 exactly once");
+  EXPECT_ERROR_SAYS(groups_of(12, "6@10"), "should start at step 0, not 10");
+  EXPECT_ERROR_SAYS(groups_of(12, "6,3@10,2@10"), "should increase, but 10 follows 10");
   EXPECT_ERROR_SAYS(checked(GroupingSchedule{}, 12, "here: "), "here: no grouping is given");
 }
 

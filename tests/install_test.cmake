@@ -1,16 +1,42 @@
-# Installs the package into an empty folder and builds examples/ against it, as another project would.
+# Installs into an empty folder and uses what is there as others would: the program from text to text, then
+# everything again from another place, and examples/ built against the package there.
 # cmake -DBUILD=… -DSOURCE=… -DWORK=… -P install_test.cmake
 function(run)
-  execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed WORKING_DIRECTORY "${WORK}")
   if(failed)
     message(FATAL_ERROR "failed: ${ARGN}")
   endif()
 endfunction()
 
+# Nothing of the build folder may be needed.
+function(check_rpath file)
+  execute_process(COMMAND readelf -d "${file}" OUTPUT_VARIABLE dynamic COMMAND_ERROR_IS_FATAL ANY)
+  string(FIND "${dynamic}" "${BUILD}/" place)
+  if(NOT place EQUAL -1)
+    message(FATAL_ERROR "${file} looks for libraries in the build folder: ${dynamic}")
+  endif()
+endfunction()
+
+function(use_program prefix)
+  set(program "${prefix}/bin/group-muon")
+  check_rpath("${program}")
+  set(place "${prefix}-use")
+  run("${program}" --version)
+  run("${program}" tokenize "${SOURCE}/docs/theory.md" "${SOURCE}/ARCHITECTURE.md" --learn 300 --out "${place}/data")
+  run("${program}" train --data "${place}/data" --out "${place}/run" --layers 1 --heads 2 --width 16 --context 16
+    --batch 4 --steps 3 --warmdown 1 --validation-tokens 256 --qk-group 1 --threads 1)
+  run("${program}" sample "${place}/run" --prompt "The" --tokens 8)
+endfunction()
+
 file(REMOVE_RECURSE "${WORK}")
+file(MAKE_DIRECTORY "${WORK}")
 run("${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${WORK}/prefix")
+use_program("${WORK}/prefix")
+file(RENAME "${WORK}/prefix" "${WORK}/moved")
+use_program("${WORK}/moved")
+
 run("${CMAKE_COMMAND}" -S "${SOURCE}/examples" -B "${WORK}/build" -G Ninja
-  "-DCMAKE_PREFIX_PATH=${WORK}/prefix" -DCMAKE_BUILD_TYPE=Debug)
+  "-DCMAKE_PREFIX_PATH=${WORK}/moved" -DCMAKE_BUILD_TYPE=Debug)
 run("${CMAKE_COMMAND}" --build "${WORK}/build")
 execute_process(COMMAND "${WORK}/build/minimal" OUTPUT_VARIABLE printed RESULT_VARIABLE failed)
 message("${printed}")

@@ -137,11 +137,10 @@ TEST(LayoutErrors, NameTheParameterTheValueAndWhatWouldBeValid) {
   EXPECT_ERROR_SAYS(checked(output_projection(12, 64), {768, 700}, "o"), "'o' has 700 columns");
   EXPECT_ERROR_SAYS(
       checked(packed, {2304}, "bias"), "parameter 'bias' of shape [2304] has 1 dimension(s)");
-  EXPECT_ERROR_SAYS(
-      checked(plain(), {7}, "gain"), "leave biases, gains and other vectors to AdamW");
+  EXPECT_ERROR_SAYS(checked(plain(), {7}, "gain"), "use AdamW for biases, gains and other vectors");
   EXPECT_ERROR_SAYS(
       packed_qkv({.heads = 12, .head_dim = 64, .kv_heads = 5}),
-      "5 KV heads should divide the 12 query heads");
+      "5 KV heads do not divide the 12 query heads");
   EXPECT_ERROR_SAYS(packed_qkv({.heads = 0, .head_dim = 64}), "should be positive");
   EXPECT_ERROR_SAYS(separate(-1, 64), "should be positive");
   EXPECT_ERROR_SAYS(

@@ -1,5 +1,5 @@
 #pragma once
-// Studies whose results are made up, so that the answer is known.
+// Studies with made-up results, so that the answers are known.
 
 #include <random>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace study {
 
-/// A study of all settings, in a folder where nothing is.
+/// A study of all settings, in a folder without files.
 inline Folder folder_of(const std::string& path, int64_t seeds) {
   Folder folder;
   folder.path = path;
@@ -23,7 +23,7 @@ inline Folder folder_of(const std::string& path, int64_t seeds) {
   return folder;
 }
 
-/// Every run finished with the loss that `loss_of` says at each validation.
+/// Results in which every run is finished. `loss_of` gives the loss at each validation.
 template <typename LossOf>
 Results results_of(const Folder& folder, LossOf&& loss_of) {
   Results results;
@@ -38,7 +38,7 @@ Results results_of(const Folder& folder, LossOf&& loss_of) {
   return results;
 }
 
-/// Seeds differ much, settings little, and noise less.
+/// The effect of the seed is large, that of the noise (wobble) small.
 inline double seeded(const PlannedRun& run) { return 4 + 0.1 * static_cast<double>(run.seed); }
 inline double wobble(const PlannedRun& run) {
   std::mt19937_64 generator(std::hash<std::string>()(run.name));

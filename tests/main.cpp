@@ -1,5 +1,5 @@
-// Runs the suites. GROUP_MUON_CPU names the engine under test: what is to run on it ends with 77, which ctest takes for
-// "skipped", where this CPU cannot.
+// Runs the suites. GROUP_MUON_CPU names the engine under test. If this CPU does not have it, the exit code is 77,
+// which ctest reports as skipped.
 
 #include <gtest/gtest.h>
 

@@ -126,7 +126,7 @@ TEST(ModelTest, AllKeyHeadsAsManyAsHeadsIsTheSameAsUnset) {
 }
 
 TEST(ModelTest, FlopsAreSixPerWeightAndTokenPlusAttention) {
-  // 2·layers·width·context multiply-adds of causal attention, six operations a weight.
+  // Per token, causal attention has layers·width·context multiply-adds. Each, like each weight, takes six operations.
   const double weights = 123'532'032;
   EXPECT_NEAR(
       gpt::training_flops_per_token({}), 6 * weights + 6 * 12.0 * 768 * 1024, 1e-6 * 6 * weights);
@@ -140,7 +140,7 @@ TEST(ModelTest, ShapesThatMakeNoSenseAreRefusedByName) {
   };
   EXPECT_ERROR_SAYS(check([](auto& s) { s.heads = 5; }), "5 heads do not divide a width of 32");
   EXPECT_ERROR_SAYS(check([](auto& s) { s.kv_heads = 3; }), "3 does not divide 4");
-  EXPECT_ERROR_SAYS(check([](auto& s) { s.heads = 32; }), "even size");
+  EXPECT_ERROR_SAYS(check([](auto& s) { s.heads = 32; }), "head size should be even");
   EXPECT_ERROR_SAYS(check([](auto& s) { s.layers = 0; }), "layers should be 1 or more, not 0");
   EXPECT_ERROR_SAYS(check([](auto& s) { s.vocabulary = 70000; }), "65536");
 }

@@ -1,4 +1,4 @@
-// The libtorch contract: options per group, add_param_group, state files, closures, schedulers.
+// libtorch's optimizer interface: options per group, add_param_group, state files, closures, schedulers.
 
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/torch.h>
@@ -33,7 +33,7 @@ OptimizerParamGroup group(std::vector<Tensor> params, const GroupMuonOptions& op
   return {std::move(params), std::make_unique<GroupMuonOptions>(options)};
 }
 
-// Everything that shows: options with no default value left, a schedule, own names.
+// Options without any default value: includes a schedule and names.
 GroupMuonOptions unusual_options() {
   return GroupMuonOptions(0.02)
       .momentum(0.9)
@@ -113,7 +113,7 @@ TEST_F(OptimizerTest, TheLearningRateIsTheSizeOfTheStep) {
   GroupMuon optimizer({w}, GroupMuonOptions(0.01).method("exact").precision("float32"));
   set_grads({w}, 0);
   optimizer.step();
-  // √max scale: entries of the polar factor have mean square 1/32.
+  // With the √max scale: entries of the polar factor have mean square 1/32.
   EXPECT_NEAR((w - before).square().mean().sqrt().item<double>(), 0.01, 1e-6);
 }
 
@@ -163,7 +163,7 @@ TEST_F(OptimizerTest, DecoupledWeightDecayShrinksTheWeightOnly) {
 }
 
 TEST_F(OptimizerTest, PartitionsFollowTheName) {
-  // Same name and seed: same partition whatever the place in the optimizer. Other seed: another.
+  // The same name and seed give the same partition at any position in the optimizer; another seed gives another.
   const Tensor value = torch::randn({24, 16}), grad = torch::randn({24, 16}),
                pad = torch::randn({4, 4});
   const auto run = [&](bool padded, const std::string& name, int64_t seed) {
@@ -185,7 +185,7 @@ TEST_F(OptimizerTest, PartitionsFollowTheName) {
 }
 
 TEST_F(OptimizerTest, SeparateQAndKCanShareAPartition) {
-  // Equal values and gradients: equal steps if, and only if, the partitions are equal.
+  // With equal values and gradients, steps are equal if and only if the partitions are.
   const Tensor value = torch::randn({24, 16}), grad = torch::randn({24, 16});
   const auto steps_are_equal = [&](const std::vector<std::string>& partitions) {
     Tensor q = value.clone().requires_grad_(), k = value.clone().requires_grad_();
@@ -215,7 +215,7 @@ TEST_F(OptimizerTest, OptionsSurviveAFileWhole) {
 }
 
 TEST_F(OptimizerTest, AFileWithoutSomeFieldsLoadsWithTheirDefaults) {
-  // What a version of before these options existed would have written.
+  // As written by a version without these options.
   torch::serialize::OutputArchive old;
   old.write("lr", torch::IValue(0.125));
   old.write("momentum", torch::IValue(0.5));
@@ -230,7 +230,7 @@ TEST_F(OptimizerTest, AFileWithoutSomeFieldsLoadsWithTheirDefaults) {
   EXPECT_EQ(options.method(), "auto");
 }
 
-// Weights after `steps` steps, saving to a file and going on from it in new objects at `restart`.
+// Weights after `steps` steps. At step `restart` the state is saved and loaded into new objects.
 std::vector<Tensor> train(int64_t steps, int64_t restart, const std::string& method) {
   torch::manual_seed(7);
   std::vector<Tensor> params = {parameter({72, 16}), parameter({16, 24})};
@@ -347,15 +347,15 @@ TEST_F(OptimizerTest, BadUseIsRefusedAtConstruction) {
       "of shape [12] has 1 dimension(s)");
   EXPECT_ERROR_SAYS(
       make(torch::ones({4, 4}, torch::kLong), {}),
-      "parameter '0' is Long, but Group Muon steps real floating-point");
+      "parameter '0' is Long, but Group Muon supports only real floating-point");
   EXPECT_ERROR_SAYS(
       make(torch::zeros({4, 4}, torch::kComplexFloat).requires_grad_(), {}), "is ComplexFloat");
   EXPECT_ERROR_SAYS(
       make(torch::eye(4).to_sparse(), {}),
-      "is Sparse, but Group Muon steps dense (strided) weights only");
+      "is Sparse, but Group Muon supports only dense (strided) weights");
   EXPECT_ERROR_SAYS(
       GroupMuon({OptimizerParamGroup({w}, std::make_unique<torch::optim::SGDOptions>(0.1))}),
-      "takes GroupMuonOptions");
+      "should be GroupMuonOptions");
 }
 
 TEST_F(OptimizerTest, ASparseGradientIsRefused) {
@@ -477,7 +477,7 @@ TEST(Assemble, SplitsMatricesOfTheBlocksFromTheRest) {
       optimizers.adamw.param_groups()[0].params().size(), 5U);  // wte, lm_head, gain, 2 biases
 }
 
-// The head's own weight, registered under a second name.
+// The embedding's weight, registered under a second name in the head.
 struct TiedGpt : TinyGpt {
   TiedGpt() { lm_head->register_parameter("tied", wte->weight); }
 };
@@ -517,7 +517,8 @@ TEST(Assemble, ALayoutThatFitsNoWeightIsAnError) {
   TinyGpt model;
   AssembleOptions options;
   options.layouts = {{"attn.qkv.weight", packed_qkv({6, 2})}};
-  EXPECT_ERROR_SAYS(assemble(model, options), "no matrix's name ends with 'attn.qkv.weight'");
+  EXPECT_ERROR_SAYS(
+      assemble(model, options), "no matrix has a name that ends with 'attn.qkv.weight'");
 }
 
 TEST(Assemble, BothOptimizersTrainTheModel) {

@@ -48,7 +48,7 @@ double relative_error(const Tensor& actual, const Tensor& expected) {
   return ((actual.to(torch::kDouble) - expected).norm() / expected.norm()).item<double>();
 }
 
-// In bf16, with the restarts that are chosen where none are given.
+// Error in bf16, with the default restarts.
 double bf16_error(const Tensor& x, Method method, const Tensor& expected) {
   auto options = iteration("quintic", 5, method, torch::kBFloat16);
   options.restarts = {};
@@ -73,7 +73,7 @@ TEST_F(OrthogonalizeTest, SingularValuesFollowTheScalarPolynomial) {
           expected[i] = std::abs(scalar_iteration(unit[i].item<double>(), options.coefficients));
         }
         const Tensor actual = torch::linalg_svdvals(orthogonalize(x, options), std::nullopt);
-        // The Gram form squares the condition of what it iterates on, and so its rounding.
+        // The Gram form squares the condition number, and so amplifies rounding.
         EXPECT_TRUE(
             torch::allclose(
                 actual, std::get<0>(expected.sort(-1, true)), 0, is_gram(method) ? 1e-9 : 1e-12))
@@ -185,7 +185,7 @@ TEST_F(OrthogonalizeTest, NewtonSchulzIsCloseToSvd) {
   EXPECT_LT(sigma.max().item<double>(), 1.21);
 }
 
-// Bounds stated here: Gram against standard, the same polynomial, relative Frobenius error.
+// Bounds on the relative Frobenius error of Gram against standard, with the same polynomial.
 TEST_F(OrthogonalizeTest, GramEqualsStandardWithinItsBound) {
   struct Bound {
     c10::ScalarType precision;
@@ -199,7 +199,7 @@ TEST_F(OrthogonalizeTest, GramEqualsStandardWithinItsBound) {
         Bound{torch::kBFloat16, 0.08, 0.25}}) {
     for (const auto* name : {"quintic", "polar_express"}) {
       const auto gram = iteration(name, 5, Method::kGram, bound.precision);
-      auto standard = gram;  // the same coefficients, so the same margin
+      auto standard = gram;  // same coefficients, so the same safety margin
       standard.method = Method::kNewtonSchulz;
       standard.restarts = {};
       standard.precision = torch::kDouble;
@@ -236,7 +236,7 @@ TEST_F(OrthogonalizeTest, AccurateGramIsNoLessAccurateThanPlainBf16) {
 }
 
 TEST_F(OrthogonalizeTest, GramStaysAccurateWhereOneDirectionHasMostOfTheNorm) {
-  // As heads of a real momentum have it. With one restart only, errors here go up to 90.
+  // As in the heads of a real momentum. With only one restart, errors here reach 90.
   for (const auto& [rows, cols] :
        std::vector<std::pair<int64_t, int64_t>>{{16, 192}, {192, 16}, {32, 256}, {64, 768}}) {
     for (const double share : {0.3, 0.6, 0.8, 0.95, 0.99}) {
@@ -269,7 +269,7 @@ TEST_F(OrthogonalizeTest, GramInFp32IsCloseToTheFormulaOnAnyBlock) {
     for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
       for (const int64_t steps : {1, 5, 9}) {
         auto options = iteration(name, steps, Method::kGram, torch::kFloat);
-        options.restarts = {};  // those that are chosen
+        options.restarts = {};  // the default ones
         auto formula = options;
         formula.method = Method::kNewtonSchulz;
         formula.precision = torch::kDouble;
@@ -299,16 +299,16 @@ TEST_F(OrthogonalizeTest, GramRestartsBeforeItsFactorIsIllConditioned) {
   EXPECT_EQ(restarts("polar_express", 5, kLooseCondition), (Steps{1, 2, 3}));
   EXPECT_TRUE(restarts("quintic", 1, kTightCondition).empty());
   EXPECT_EQ(restarts("quintic", 5, 1e9).size(), 1);  // no phase is longer than three steps
-  EXPECT_EQ(restarts("quintic", 5, 1).size(), 4);    // it cannot be met: after every step
+  EXPECT_EQ(restarts("quintic", 5, 1).size(), 4);    // cannot be met: after every step
   EXPECT_GE(restarts("quintic", 5, kLooseCondition, 20).size(), 3);
 }
 
-// What momentum looks like: few directions, and noise.
+// Blocks like momentum: a few directions plus noise.
 TEST_F(OrthogonalizeTest, NoNumberOfStepsDivergesOnBlocksOfLowRank) {
   for (const auto* name : {"quintic", "polar_express", "you_jiacheng"}) {
     for (const int64_t steps : {1, 3, 5, 7, 10, 12}) {
       for (const int64_t tail : {0, 2, 10}) {
-        // Polar Express cut short leaves singular values above √3, from which a tail runs away.
+        // Polar Express cut short leaves singular values above √3, from which a tail diverges.
         if (std::string(name) == "polar_express" && steps < 5) continue;
         for (const int64_t rank : {1, 4}) {
           const Tensor noise = torch::randn({96, 160}) * (rank == 1 ? 1e-2 : 1e-4);

@@ -1,4 +1,4 @@
-// What users of other Muons ran into, each as a test.
+// Problems that users of other Muons reported, each as a test.
 
 #include <torch/torch.h>
 
@@ -21,7 +21,7 @@ GroupMuonParamState& state_of(GroupMuon& optimizer, const Tensor& parameter) {
   return static_cast<GroupMuonParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
 }
 
-// Largest norm of a head over the smallest.
+// Ratio of the largest to the smallest head norm.
 double head_imbalance(const Tensor& matrix, int64_t heads) {
   const Tensor norms = matrix.view({heads, -1}).norm(2, 1);
   return (norms.max() / norms.min()).item<double>();
@@ -32,8 +32,8 @@ class PeersTest : public testing::Test {
   PeersTest() { torch::manual_seed(0); }
 };
 
-// Megatron #7117: a split decided from the local shard. Half a weight does not fit the layout of
-// the whole one, and is refused instead of being cut otherwise.
+// Megatron #7117: the split was decided from the local shard. Here half a weight does not fit the layout of the whole
+// one and is rejected instead of being split differently.
 TEST_F(PeersTest, AShardOfAWeightIsRefused) {
   const auto layout = packed_qkv({.heads = 12, .head_dim = 4});
   EXPECT_NO_THROW(GroupMuon({parameter({144, 32})}, GroupMuonOptions().layout(layout)));
@@ -42,8 +42,8 @@ TEST_F(PeersTest, AShardOfAWeightIsRefused) {
       "has 72 rows, but its layout declares 144");
 }
 
-// DeepSpeed #8384: a stale head count halved the heads silently. Heads come with their size, so a
-// wrong count cannot fit.
+// DeepSpeed #8384: a stale head count silently halved the heads. Here heads come with their size, so a wrong count
+// cannot fit.
 TEST_F(PeersTest, AStaleHeadCountIsRefused) {
   EXPECT_ERROR_SAYS(
       GroupMuon(
@@ -51,8 +51,8 @@ TEST_F(PeersTest, AStaleHeadCountIsRefused) {
       "has 48 rows, but its layout declares 24 (6×4 heads)");
 }
 
-// PyTorch #190597: dividing in place corrupts the momentum when the cast to bf16 aliases it, that
-// is with bf16 weights and no Nesterov.
+// PyTorch #190597: dividing in place corrupts the momentum when the cast to bf16 aliases it, which happens with bf16
+// weights and no Nesterov.
 TEST_F(PeersTest, OrthogonalizationDoesNotCorruptABf16Momentum) {
   const Tensor w = parameter({8, 16}, torch::kBFloat16);
   GroupMuon optimizer({w}, GroupMuonOptions(0.1).nesterov(false).precision("bfloat16"));
@@ -66,8 +66,8 @@ TEST_F(PeersTest, OrthogonalizationDoesNotCorruptABf16Momentum) {
           w.grad().to(torch::kFloat) * 1.95, 1e-2));
 }
 
-// Emerging-Optimizers #230: an absolute eps of 1e-7 breaks scale invariance, small head blocks
-// first. A gradient of norm 1e-12 must make the step of one of norm 1.
+// Emerging-Optimizers #230: an absolute eps of 1e-7 breaks scale invariance, for small head blocks first. A gradient
+// of norm 1e-12 must give the same step as one of norm 1.
 TEST_F(PeersTest, TinyGradientsMakeFullSteps) {
   const Tensor value = torch::randn({24, 16}), grad = torch::randn({24, 16});
   const auto step_for = [&](double scale, bool relative) {
@@ -84,10 +84,10 @@ TEST_F(PeersTest, TinyGradientsMakeFullSteps) {
     EXPECT_TRUE(torch::allclose(step_for(scale, true), normal, 1e-3, 1e-5)) << scale;
   }
   EXPECT_FALSE(
-      torch::allclose(step_for(1e-12, false), normal, 1e-1, 1e-2));  // the trouble it mends
+      torch::allclose(step_for(1e-12, false), normal, 1e-1, 1e-2));  // the problem it fixes
 }
 
-// dion #24: a zero gradient gave NaN. Here also one zero head among others.
+// dion #24: a zero gradient gave NaN. Also tests a single zero head among others.
 TEST_F(PeersTest, AZeroGradientMovesNothing) {
   for (const auto* method : {"newton_schulz", "gram", "exact"}) {
     const Tensor w = parameter({24, 16});
@@ -106,7 +106,7 @@ TEST_F(PeersTest, AZeroGradientMovesNothing) {
   }
 }
 
-// "1e-30 underflows": so does its square. Norms are taken after the largest entry is divided out.
+// Squares of tiny entries underflow. Norms are computed after dividing by the largest entry.
 TEST_F(PeersTest, DenormalGradientsDoNotUnderflow) {
   const Tensor w = parameter({8, 16});
   const Tensor before = w.detach().clone();
@@ -117,19 +117,19 @@ TEST_F(PeersTest, DenormalGradientsDoNotUnderflow) {
   EXPECT_TRUE(w.isfinite().all().item<bool>());
 }
 
-// dion #74: empty shards hang. Parameters without rows or gradients take part without harm.
+// dion #74: empty shards hang. Here parameters without rows or gradients do no harm.
 TEST_F(PeersTest, EmptyAndUnusedParametersDoNoHarm) {
   const Tensor empty = parameter({0, 16}), unused = parameter({4, 4}), used = parameter({8, 8});
   const Tensor before = used.detach().clone();
   GroupMuon optimizer({empty, unused, used}, GroupMuonOptions(0.1));
-  optimizer.step();  // nobody has a gradient yet
+  optimizer.step();  // no parameter has a gradient yet
   empty.mutable_grad() = torch::zeros_like(empty);
   used.mutable_grad() = torch::randn_like(used);
   optimizer.step();
   EXPECT_FALSE(torch::equal(used, before));
 }
 
-// DeepSpeed #8433: resume with another dtype breaks.
+// DeepSpeed #8433: resuming with another dtype fails.
 TEST_F(PeersTest, AStateLoadsIntoAModelOfAnotherDtype) {
   const Tensor w = parameter({24, 16});
   GroupMuon optimizer(
@@ -148,12 +148,12 @@ TEST_F(PeersTest, AStateLoadsIntoAModelOfAnotherDtype) {
   EXPECT_TRUE(half.isfinite().all().item<bool>());
 }
 
-// DeepSpeed #8384: gradient norms of heads differ 6–8 times; a full update keeps part of that, a
+// DeepSpeed #8384: gradient norms of heads differ by a factor of 6 to 8. A full update keeps part of that, a
 // head-wise one evens it out.
 TEST_F(PeersTest, HeadWiseUpdatesEvenOutTheHeads) {
   constexpr int64_t kHeads = 12, kRows = 8;
   const Tensor strength = torch::linspace(1, 7, kHeads).repeat_interleave(kRows).unsqueeze(1);
-  // Taller than wide: heads compete for 48 directions, as in an MLA up-projection.
+  // Taller than wide, so heads compete for 48 directions, as in an MLA up-projection.
   const Tensor grad = torch::randn({kHeads * kRows, 48}) * strength;
   EXPECT_GT(head_imbalance(grad, kHeads), 5.5);
   const auto update = [&](const Layout& layout) {
@@ -167,8 +167,8 @@ TEST_F(PeersTest, HeadWiseUpdatesEvenOutTheHeads) {
   EXPECT_LT(head_imbalance(update(separate(kHeads, kRows, parse_schedule("1"))), kHeads), 1.15);
 }
 
-// Taller than wide: the whole matrix's polar factor has rank ≤ columns, so all heads share that
-// budget. Wide or square: a full update already makes every head block a partial isometry.
+// The polar factor of a tall matrix has rank at most its number of columns, so all heads share that budget. For a
+// wide or square matrix, a full update already makes every head block a partial isometry.
 TEST_F(PeersTest, TallMatricesShareARankBudgetAndWideOnesDoNot) {
   const auto squared_norms = [](int64_t rows, int64_t cols) {
     const OrthogonalizeOptions exact{.method = Method::kExact, .precision = torch::kDouble};
@@ -186,7 +186,7 @@ TEST_F(PeersTest, TallMatricesShareARankBudgetAndWideOnesDoNot) {
   EXPECT_NEAR(wide_by_head, 48, 1e-9);
 }
 
-// nanoGPT #524: NaN handling. A NaN gradient shows in its own group and nowhere else.
+// nanoGPT #524: NaN handling. A NaN gradient affects its own group and nothing else.
 TEST_F(PeersTest, ANanStaysInItsGroup) {
   const Tensor w = parameter({24, 16});
   GroupMuon optimizer({w}, GroupMuonOptions(0.1).layout(separate(12, 2, parse_schedule("3"))));
@@ -198,7 +198,7 @@ TEST_F(PeersTest, ANanStaysInItsGroup) {
   EXPECT_TRUE(w.narrow(0, 12, 12).isfinite().all().item<bool>());
 }
 
-// Muon #50, DeepSpeed #8367, dion #90, torchtitan #4692: fused QKV of unequal segments.
+// Muon #50, DeepSpeed #8367, dion #90, torchtitan #4692: fused QKV with unequal segments.
 TEST_F(PeersTest, FusedQkvOfUnequalSegmentsIsTheSegmentsAlone) {
   const AttentionShape shape{.heads = 8, .head_dim = 4, .kv_heads = 2, .value_dim = 6};
   const QkvGrouping grouping{

@@ -1,4 +1,4 @@
-// Study files: what they come to, and what is wrong with bad ones.
+// Study files: the plans they give, and the errors of bad ones.
 
 #include <filesystem>
 #include <fstream>
@@ -99,7 +99,7 @@ TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
     EXPECT_EQ(growing.steps, 9000);
     const auto slow = train::configure(find_run(runs, "slow/seed-0").options);
     EXPECT_EQ(slow.momentum, 0.99);
-    EXPECT_EQ(slow.qk_group, train::Config().qk_group) << "nothing of the base's groups";
+    EXPECT_EQ(slow.qk_group, train::Config().qk_group) << "the base's groups are not inherited";
   }
   EXPECT_ERROR_SAYS(find_setting(study, "grwing"), "did you mean growing?");
 }
@@ -172,25 +172,25 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says("settings = [\"qk-6-rndom\"]", "did you mean qk-6-random?");
   says("setings = \"table1\"", "did you mean 'settings'?");
   says("settings = []", "list of names");
-  says("seeds = 3", "which settings?");
+  says("seeds = 3", "no settings given");
   says("settings = [\"packed\", \"packed\"]", "listed twice");
   says("settings = \"table1\"\nseeds = 0", "from 1 to 1000");
   says("settings = \"table1\"\n[options]\nstps = 3", "did you mean 'steps'?");
   says("settings = \"table1\"\n[options]\nsteps = \"many\"", "steps should be a whole number");
-  says("settings = \"table1\"\n[options]\nseed = 3", "'seed' has no place here");
-  says("settings = \"table1\"\n[options]\nperturb = 3", "'perturb' has no place here");
-  says("settings = \"table1\"\nseeds = 3\n[more-seeds]\npacked = 2", "has 3 seeds already");
+  says("settings = \"table1\"\n[options]\nseed = 3", "'seed' is not allowed here");
+  says("settings = \"table1\"\n[options]\nperturb = 3", "'perturb' is not allowed here");
+  says("settings = \"table1\"\nseeds = 3\n[more-seeds]\npacked = 2", "already has 3 seeds");
   says("settings = \"table1\"\n[more-seeds]\npaked = 3", "did you mean packed?");
   says("settings = \"table1\"\n[noise]\nsetting = \"packed\"", "needs a setting and seeds");
   says(
       "settings = \"table1\"\n[[variants]]\nname = \"a/b\"\nsettings = \"table1\"\noptions = {}",
-      "cannot be one");
+      "not start with -, unlike 'a/b'");
   says(
       "settings = \"table1\"\n[[variants]]\nname = \"a\"\nsettings = \"table1\"\noptions = {}\n"
       "[[variants]]\nname = \"a\"\nsettings = \"table1\"\noptions = {}",
       "two variants");
   says("settings = \"table1\"\nkeep-checkpoints = 3", "true or false");
-  says("settings = \"table1\"\n[options]\nqkv = \"packed\"", "what settings are made of");
+  says("settings = \"table1\"\n[options]\nqkv = \"packed\"", "is part of a setting");
   says("settings = [\"packed\"]\n[more-seeds]\nqk-1 = 3", "not among the settings");
   says("settings = [\"qk-1\"]\n[noise]\nsetting = \"packed\"\nseeds = 1", "does not have");
   says("settings = [\"packed\"]\n[noise]\nsetting = \"packed\"\nseeds = 2", "does not have");
@@ -202,18 +202,18 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says_of_own("options = { momentum = 0.9 }", "needs a name");
   says_of_own("name = \"a\"", "setting 'a': it needs options");
   says_of_own("name = \"a\"\noptions = {}", "setting 'a': it needs options");
-  says_of_own("name = \"a\"\nseeds = 3\noptions = {}", "setting 'a': there is no 'seeds' here");
+  says_of_own("name = \"a\"\nseeds = 3\noptions = {}", "setting 'a': there is no key 'seeds' here");
   says_of_own("name = \"lock\"\noptions = { momentum = 0.9 }", "cannot be 'lock'");
-  says_of_own("name = \"-a\"\noptions = { momentum = 0.9 }", "cannot be one");
-  says_of_own("name = \"a/b\"\noptions = {}", "cannot be one");
+  says_of_own("name = \"-a\"\noptions = { momentum = 0.9 }", "not start with -, unlike '-a'");
+  says_of_own("name = \"a/b\"\noptions = {}", "not start with -, unlike 'a/b'");
   says_of_own(
-      "name = \"packed\"\noptions = { momentum = 0.9 }", "there is a setting 'packed' already");
+      "name = \"packed\"\noptions = { momentum = 0.9 }", "there is already a setting 'packed'");
   says_of_own("name = \"a\"\noptions = { qk-grup = \"4\" }", "did you mean 'qk-group'?");
-  says_of_own("name = \"a\"\noptions = { steps = 3 }", "'steps' has no place here");
+  says_of_own("name = \"a\"\noptions = { steps = 3 }", "'steps' is not allowed here");
   says_of_own(
       "name = \"a\"\noptions = { muon-lr = 1e-3 }\n"
       "[[variants]]\nname = \"b\"\nsettings = [\"a\"]\noptions = { muon-lr = 2e-3 }",
-      "variant 'b': setting 'a' says muon-lr, too");
+      "variant 'b': setting 'a' sets muon-lr as well");
   EXPECT_ERROR_SAYS(read_study(folder_ / "missing.toml"), "there is no file");
 }
 

@@ -23,7 +23,7 @@ double error(const Tensor& actual, const Tensor& expected) {
 
 Tensor wide(const Tensor& tensor) { return tensor.to(torch::kDouble); }
 
-// What a type is called in torch, and the error of one rounding to it and of fp32 sums.
+// torch's name of a type, and the error of one rounding to it plus fp32 sums.
 template <typename T>
 constexpr auto kType = c10::CppTypeToScalarType<T>::value;
 template <typename T>
@@ -38,7 +38,7 @@ class ProductsTest : public testing::Test {
 const Engine kEngine = engines_here().back();
 const bool kHasBf16 = computes_in(kEngine, torch::kBFloat16);
 
-// Both ways to run a product, with any number of threads; they should agree to the bit.
+// Runs a product in both ways, with several numbers of threads. All results must be equal bit for bit.
 template <typename In, typename Out>
 void run_both(const Product<In, Out>& product, bool symmetric, const Tensor& out) {
   const Tensor before = out.clone();
@@ -87,7 +87,7 @@ void check_products() {
         run_both(product, false, out);
         EXPECT_LT(error(out, plain - 2 * wide(d)), kTolerance<Out>) << m << " " << k << " " << n;
         out.copy_(d);
-        product.d = product.out.data;  // adds to what is there
+        product.d = product.out.data;  // adds to the existing values
         product.beta = 1;
         run_both(product, false, out);
         EXPECT_LT(error(out, plain + wide(d)), kTolerance<Out>) << m << " " << k << " " << n;
@@ -105,23 +105,32 @@ TEST_F(ProductsTest, AnyShapeTransposedOrNot) {
 template <typename In, typename Out>
 void check_packed() {
   for (const auto [depth, cols] : std::vector<std::array<int64_t, 2>>{
-           {1, 1}, {16, 128}, {128, 16}, {130, 50}, {700, 33}, {1100, 64}}) {
+           {1, 1}, {16, 128}, {128, 16}, {33, 7}, {130, 50}, {513, 20}, {700, 33}, {1100, 64}}) {
     for (const bool transpose : {false, true}) {
       const Tensor b = torch::randn({depth, cols}).to(kType<In>);
       const Tensor there = transpose ? b.t().contiguous() : b;
       PackedRight<In> packed;
       pack(kEngine, view<const In>(torch::randn({90, 90}).to(kType<In>)), false, packed);
-      pack(kEngine, view<const In>(there), transpose, packed);  // over what was there
+      pack(kEngine, view<const In>(there), transpose, packed);  // overwrites it
       for (const auto [k, n] : std::vector<std::array<int64_t, 2>>{
-               {depth, cols}, {depth, (cols + 1) / 2}, {(depth + 3) / 4 * 2, cols}}) {
-        if (k > depth) continue;
+               {depth, cols}, {depth, (cols + 1) / 2}, {depth / 4 * 2, cols}, {0, cols}}) {
         const Tensor a = torch::randn({33, k}).to(kType<In>);
         const Tensor out = torch::full({33, n}, 7, kType<Out>), same = torch::empty_like(out);
         Product<In, Out> product{
             .a = view<const In>(a), .b = {}, .out = view<Out>(out), .alpha = 0.5F};
         multiply_packed(kEngine, product, packed);
         const Tensor part = b.narrow(0, 0, k).narrow(1, 0, n).contiguous();
-        EXPECT_LT(error(out, 0.5 * wide(a).mm(wide(part))), kTolerance<Out>) << k << " " << n;
+        const Tensor expected = 0.5 * wide(a).mm(wide(part));
+        if (k == 0) {
+          EXPECT_TRUE(out.equal(torch::zeros_like(out)));
+        } else {
+          EXPECT_LT(error(out, expected), kTolerance<Out>) << k << " " << n;
+        }
+        const Tensor d = torch::randn({33, n}).to(kType<Out>);
+        product.d = d.template data_ptr<Out>();
+        product.beta = -2;
+        multiply_packed(kEngine, product, packed);
+        EXPECT_LT(error(out, expected - 2 * wide(d)), kTolerance<Out>) << k << " " << n;
         product.b = view<const In>(part);
         product.out = view<Out>(same);
         multiply(kEngine, product);
@@ -129,6 +138,14 @@ void check_packed() {
       }
     }
   }
+}
+
+TEST_F(ProductsTest, ProductsThatDoNotFitWhatWasPackedAreRejected) {
+  const Tensor b = torch::randn({20, 30}), a = torch::randn({4, 22}), out = torch::empty({4, 30});
+  PackedRight<float> packed;
+  pack(kEngine, view<const float>(b), false, packed);
+  const Product<float, float> product{.a = view<const float>(a), .b = {}, .out = view<float>(out)};
+  EXPECT_ERROR_SAYS(multiply_packed(kEngine, product, packed), "does not fit what was packed");
 }
 
 TEST_F(ProductsTest, WhatIsPackedOnceGivesTheSameProducts) {
@@ -198,7 +215,7 @@ TEST_F(ProductsTest, RowsMayLieApartAndNothingBesideThemIsWritten) {
   if (kHasBf16) check_rows_apart<c10::BFloat16>();
 }
 
-// A that is packed in strips, and longer sums than are made in one go.
+// A is packed in strips, and sums are longer than one pass.
 TEST_F(ProductsTest, LargeProductsAreTheSame) {
   for (const auto [m, k, n] :
        std::vector<std::array<int64_t, 3>>{{1031, 530, 700}, {64, 1300, 1100}, {300, 1025, 290}}) {
@@ -233,7 +250,7 @@ TEST_F(ProductsTest, LargeSymmetricProductsAreTheSame) {
           true, gram);
       EXPECT_LT(error(gram, wide(x).mm(wide(x).t())), 1e-5) << n << " " << k << " " << tall;
       EXPECT_TRUE(gram.equal(gram.t())) << n << " " << k << " " << tall;
-      // Longer sums than are made in one go, with a third matrix added.
+      // Sums longer than one pass, with a third matrix added.
       const Tensor square = torch::empty_like(gram);
       run_both(
           Product<float, float>{
@@ -270,7 +287,7 @@ TEST_F(ProductsTest, NothingTimesSomethingIsNothing) {
 
 template <typename In>
 void check_beyond_the_edge() {
-  // An odd inner size leaves half of the last pair of bf16 empty, whatever lies behind it in memory.
+  // An odd inner size leaves half of the last bf16 pair empty. What follows it in memory must not count.
   for (const auto& [stride, inner] : std::vector<std::pair<int64_t, int64_t>>{{8, 5}, {2, 1}}) {
     const Tensor around = torch::full({9, stride}, std::nan(""), kType<In>);
     const Tensor a = around.slice(1, 0, inner);

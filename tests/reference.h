@@ -1,6 +1,6 @@
 #pragma once
-// Algorithm 1, literally: a loop over groups, one matrix at a time, no library code. The tests hold
-// the optimizer against it.
+// Algorithm 1, literally: a loop over groups, one matrix at a time, no library code. Tests compare the optimizer with
+// it.
 
 #include <torch/torch.h>
 
@@ -13,7 +13,7 @@ namespace reference {
 using torch::Tensor;
 using Rows = std::vector<int64_t>;
 
-/// Heads of one kind: the rows of each head, and which heads form which group.
+/// Heads of one kind: the rows of each head and the heads of each group.
 struct Family {
   std::vector<Rows> heads;
   std::vector<Rows> groups;
@@ -26,7 +26,7 @@ struct Settings {
   bool average = false;
   double weight_decay = 0;
   torch::ScalarType precision = torch::kDouble;
-  /// Factor on lr for a block of out × in.
+  /// Learning-rate factor of a block of out × in.
   std::function<double(int64_t, int64_t)> scale = [](int64_t out, int64_t in) {
     return std::sqrt(static_cast<double>(std::max(out, in)));
   };
@@ -47,7 +47,7 @@ inline Tensor newton_schulz(const Tensor& g, torch::ScalarType precision) {
 
 inline Tensor index(const Rows& rows) { return torch::tensor(rows, torch::kLong); }
 
-/// One step on a matrix whose heads lie along rows, stored out × in. Writes w and m.
+/// One step on a matrix with heads along rows, stored out × in. Updates w and m in place.
 inline void step(
     Tensor& w, const Tensor& g, Tensor& m, const std::vector<Family>& families, const Settings& s) {
   w.mul_(1 - s.lr * s.weight_decay);
@@ -74,7 +74,7 @@ inline void step(
   }
 }
 
-/// Rows of consecutive heads, the first at `first`, one every `stride`.
+/// Rows of `count` heads. The first starts at `first`, the next ones every `stride` rows.
 inline std::vector<Rows> heads(int64_t count, int64_t size, int64_t first, int64_t stride) {
   std::vector<Rows> result;
   for (int64_t h = 0; h < count; ++h) {

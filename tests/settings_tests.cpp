@@ -1,4 +1,4 @@
-// Table 1 as data: its cells, and the runs they come to.
+// Table 1 as data: its cells and their settings.
 
 #include <map>
 #include <set>
@@ -11,7 +11,7 @@
 namespace study {
 namespace {
 
-// What a setting's runs are, all other options alike.
+// The configuration of a setting's runs, with all other options at their defaults.
 std::string algorithm(const Setting& setting) {
   train::Options options = {{"data", "somewhere"}};
   options.insert(options.end(), setting.options.begin(), setting.options.end());
@@ -35,7 +35,7 @@ TEST(SettingsTest, TheTableHas37CellsOf33Runs) {
   EXPECT_EQ(rows["V"], 10);
   EXPECT_EQ(rows["Fixed-QK+V"], 10);
   EXPECT_EQ(rows["Full-QKV Muon"] + rows["Head-wise QKV MuonSplit"], 2);
-  // Ours.
+  // Our addition.
   EXPECT_EQ(table1_settings().size(), 34);
   EXPECT_EQ(used.count("three-way"), 0);
 }
@@ -63,7 +63,7 @@ TEST(SettingsTest, CellsAreWhatThePaperPrints) {
   EXPECT_EQ(paper("QK", "int.", 4).paper, 3.2745);
   EXPECT_EQ(paper("V", "adj.", 4).paper, 3.2743);
   EXPECT_EQ(paper("Fixed-QK+V", "rand.", 3).paper, 3.2740);
-  // One head has no neighbours to choose: three cells, one run.
+  // With single heads all rules are the same: three cells, one setting.
   EXPECT_EQ(paper("QK", "adj.", 1).setting, "qk-1");
   EXPECT_EQ(paper("QK", "int.", 1).setting, "qk-1");
   EXPECT_EQ(paper("QK", "rand.", 1).setting, "qk-1");

@@ -82,7 +82,8 @@ TEST_F(ShardsTest, BadFilesAreRefusedByName) {
   spoil(0, 20240520);
   spoil(1, 2);
   EXPECT_NE(
-      error_of_stream().find("is a shard of version 2; version 1 is known"), std::string::npos);
+      error_of_stream().find("is a shard of version 2; only version 1 is supported"),
+      std::string::npos);
   spoil(1, 1);
   fs::resize_file(folder_ / "train_000000.bin", 1024 + 12);
   EXPECT_NE(
@@ -102,7 +103,8 @@ TEST_F(ShardsTest, ATokenOutsideTheVocabularyIsRefused) {
     FAIL();
   } catch (const std::runtime_error& error) {
     EXPECT_NE(
-        std::string(error.what()).find("holds token 50 at 2, but the vocabulary has 50"),
+        std::string(error.what())
+            .find("holds token 50 at position 2, but the vocabulary size is 50"),
         std::string::npos);
   }
 }

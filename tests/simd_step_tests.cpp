@@ -1,11 +1,12 @@
-// An engine's kernels against libtorch's autograd of the plain formulas: in fp64 to the last digits, which
-// checks the formulas, in fp32 and bf16 within their rounding.
+// Compares an engine's kernels with libtorch's autograd of the plain formulas: in fp64 to the last digits, which
+// checks the formulas, and in fp32 and bf16 within rounding.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "gpt/kernels.h"
 #include "gpt/model.h"
+#include "gpt/vector_math.h"
 #include "testing.h"
 
 namespace gpt {
@@ -18,7 +19,7 @@ class SimdStepTest : public testing::Test {
   SimdStepTest() { torch::manual_seed(0); }
 };
 
-// The engine under test, and the precision that it is made for.
+// The engine under test and its best precision.
 const Engine kEngine = group_muon::engines_here().back();
 const bool kHasBf16 = group_muon::computes_in(kEngine, torch::kBFloat16);
 const auto kPrecision = kHasBf16 ? torch::kBFloat16 : torch::kFloat;
@@ -31,7 +32,7 @@ double error(const Tensor& actual, const Tensor& expected) {
 template <typename T>
 constexpr auto kType = c10::CppTypeToScalarType<T>::value;
 
-// Of one rounding of the result.
+// The error of rounding the result once.
 template <typename T>
 constexpr double kTolerance = std::is_same_v<T, double>  ? 1e-13
                               : std::is_same_v<T, float> ? 1e-6
@@ -64,7 +65,7 @@ void check_rms_norm() {
           normal.data_ptr<T>(), inverse.data_ptr<S>(), grad.data_ptr<T>(), actual.data_ptr<S>(),
           begin, scaled.data_ptr<T>(), S{0.25}, rows, cols);
       const Tensor sum = begin ? wide.grad() : wide.grad() + stream;
-      // With one column the gradient is all but nothing, the difference of equal numbers.
+      // With one column the gradient is almost zero, a difference of equal numbers.
       if (cols > 1 || !begin) {
         EXPECT_LT(error(actual, sum), kTolerance<T>) << rows << "x" << cols;
         EXPECT_LT(error(scaled, sum / 4), 1.5 * kTolerance<T>) << rows << "x" << cols;
@@ -81,7 +82,7 @@ TEST_F(SimdStepTest, RmsNorm) {
 
 template <typename T>
 void check_gelu() {
-  const int64_t count = 40001;  // not a multiple of any vector
+  const int64_t count = 40001;  // not a multiple of any vector width
   const Tensor x = torch::linspace(-12, 12, count).to(kType<T>);
   const Tensor out_grad = torch::randn({count}).to(kType<T>);
   Tensor out = torch::empty_like(x), again = torch::empty_like(x), grad = out_grad.clone();
@@ -102,6 +103,18 @@ TEST_F(SimdStepTest, Gelu) {
   check_gelu<double>();
   check_gelu<float>();
   if (kHasBf16) check_gelu<c10::BFloat16>();
+}
+
+TEST(VectorMath, ExpIsWithinTwoUnitsAndKnowsItsEnds) {
+  for (float x = -87; x <= 88; x += 0.01371F) {
+    const double exact = std::exp(static_cast<double>(x));
+    EXPECT_NEAR(vector_exp(x) / exact, 1, 2.4e-7) << x;
+  }
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(vector_exp(0.0F), 1.0F);
+  for (const float x : {-87.5F, -1e10F, -infinity}) EXPECT_EQ(vector_exp(x), 0.0F) << x;
+  for (const float x : {88.5F, 600.0F, 1e10F, infinity}) EXPECT_EQ(vector_exp(x), infinity) << x;
+  EXPECT_TRUE(std::isnan(vector_exp(std::numeric_limits<float>::quiet_NaN())));
 }
 
 template <typename T>
@@ -192,7 +205,8 @@ void check_attention(double tolerance) {
   for (const AttentionSizes& shape :
        {AttentionSizes{1, 1, 1, 1, 2}, AttentionSizes{2, 5, 2, 2, 6},
         AttentionSizes{2, 70, 4, 2, 16}, AttentionSizes{1, 33, 6, 1, 10},
-        AttentionSizes{1, 300, 2, 2, 64}, AttentionSizes{3, 128, 3, 3, 16}}) {
+        AttentionSizes{1, 300, 2, 2, 64}, AttentionSizes{3, 128, 3, 3, 16},
+        AttentionSizes{1, 577, 6, 2, 10}}) {
     const int64_t rows = shape.batch * shape.tokens;
     const Tensor angles = torch::rand({shape.tokens, shape.head_dim / 2}, kType<S>) * 6;
     const Tensor cos = angles.cos(), sin = angles.sin();
@@ -300,7 +314,7 @@ TEST_F(SimdStepTest, StepIsWithinRoundingInFp32AndBf16) {
     EXPECT_NEAR(fp32.loss, expected.loss, 1e-5) << shape.width;
     EXPECT_LT(error(fp32, expected), 1e-5) << shape.width;
     if (!kHasBf16) continue;
-    // In bf16 no farther from fp32 than libtorch is.
+    // In bf16, no farther from fp32 than libtorch.
     model.set_precision(torch::kBFloat16);
     const auto portable = gradients(model, tokens, Engine::kPortable);
     const auto ours = gradients(model, tokens, kEngine);
@@ -341,7 +355,7 @@ TEST_F(SimdStepTest, CopiesFollowTheWeights) {
 }
 
 TEST_F(SimdStepTest, LogitsOfALargeVocabularyAreCutIntoChunks) {
-  // 300 rows of 65536 entries in fp32: two chunks of 64 MB at most.
+  // 300 rows of 65536 entries in fp32: two chunks of at most 64 MB.
   const ModelShape shape = {
       .layers = 1, .heads = 2, .kv_heads = 0, .width = 8, .context = 100, .vocabulary = 65536};
   Model model(shape, torch::kFloat, 1);
@@ -375,12 +389,12 @@ TEST_F(SimdStepTest, BadInputIsRefusedAndLeavesNoGradients) {
     EXPECT_ERROR_SAYS(model.evaluate(tokens, targets), words);
     for (const auto& weight : model.parameters()) EXPECT_FALSE(weight.grad().defined());
   };
-  refused(good + shape.vocabulary, good, "tokens should be from 0 to 63, but go from 64 to 64");
+  refused(good + shape.vocabulary, good, "tokens should be from 0 to 63, but range from 64 to 64");
   refused(good, good - 100, "targets should be from 0 to 63");
-  refused(good, good.narrow(0, 0, 1), "a target for every token");
+  refused(good, good.narrow(0, 0, 1), "tokens and targets should have the same shape");
   refused(good.to(torch::kInt), good, "matrix of int64");
   refused(good.narrow(0, 0, 0), good.narrow(0, 0, 0), "matrix of int64");
-  refused(good.repeat({1, 2}), good.repeat({1, 2}), "exceed the context of 16");
+  refused(good.repeat({1, 2}), good.repeat({1, 2}), "more than the context of 16");
   EXPECT_ERROR_SAYS(model.add_gradients(good, good, 0), "should not be 0");
 }
 
@@ -406,7 +420,7 @@ TEST_F(SimdStepTest, FrozenWeightsGetNoGradient) {
 
 TEST_F(SimdStepTest, WhatAnEngineDoesNotComputeInIsPortable) {
   const auto& shape = kShapes[1];
-  Model model(shape, torch::kHalf, 1);  // no engine of ours has it
+  Model model(shape, torch::kHalf, 1);  // none of our engines has it
   const Tensor tokens = torch::randint(0, shape.vocabulary, {2, shape.context + 1}, torch::kLong);
   const auto expected = gradients(model, tokens, Engine::kPortable);
   const auto actual = gradients(model, tokens, kEngine);

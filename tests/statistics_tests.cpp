@@ -1,4 +1,4 @@
-// Statistics of paired runs against SciPy 1.16.3 on fixed data, and under a null.
+// Statistics of paired runs, compared with SciPy 1.16.3 on fixed data and tested under a null hypothesis.
 
 #include <gtest/gtest.h>
 
@@ -56,7 +56,7 @@ TEST(StatisticsTest, PairedDifferencesEqualScipys) {
   EXPECT_EQ(two.p, 0.5);
   const auto large = paired(many(), 36);
   EXPECT_NEAR(large.high, -0.002885701508913265, 1e-13);
-  EXPECT_NEAR(large.p, 0.010698, 5e-4) << "drawn, as SciPy's";
+  EXPECT_NEAR(large.p, 0.010698, 5e-4) << "random draws, as in SciPy";
   EXPECT_NEAR(summarize(many()).deviation, 0.017721388744892964, 1e-14);
 }
 
@@ -69,7 +69,7 @@ TEST(StatisticsTest, TooFewSayNothing) {
   EXPECT_TRUE(std::isnan(one.p));
   EXPECT_TRUE(std::isnan(sign_flip_p({})));
   EXPECT_EQ(sign_flip_p({0, 0, 0}), 1);
-  EXPECT_EQ(sign_flip_p({-0.1, -0.1, -0.1}), 0.25) << "equal sums count, whatever their rounding";
+  EXPECT_EQ(sign_flip_p({-0.1, -0.1, -0.1}), 0.25) << "sums that differ by rounding count as equal";
 }
 
 TEST(StatisticsTest, HolmsCorrection) {
@@ -77,12 +77,12 @@ TEST(StatisticsTest, HolmsCorrection) {
   const std::vector<double> expected = {0.05, 0.12, 0.12, 0.03, 0.5, 0.4};
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(corrected[i], expected[i], 1e-15);
   EXPECT_TRUE(std::isnan(holm({0.01, std::nan("")})[1]));
-  EXPECT_EQ(holm({0.01, std::nan("")})[0], 0.01) << "what is missing is no comparison";
+  EXPECT_EQ(holm({0.01, std::nan("")})[0], 0.01) << "a missing value is not a comparison";
 }
 
 TEST(StatisticsTest, UnderANullIntervalsMissAsOftenAsTheySay) {
-  // 36 settings that share a baseline with 8 seeds and differ by noise alone: one is "better" in some study at most at
-  // the nominal rate, and single intervals miss 0 in 5% of cases.
+  // 36 settings share a baseline, have 8 seeds and differ by noise only. At most 5% of the studies may mark a
+  // setting, and single intervals should miss 0 in 5% of all cases.
   constexpr int kStudies = 1500, kSettings = 36, kSeeds = 8;
   std::mt19937_64 generator(5);
   std::normal_distribution<double> noise(0, 0.004);

@@ -1,4 +1,4 @@
-// The step against the literal loop of reference.h, for every rule, g, layout and Nesterov setting.
+// Compares the step with the literal loop of reference.h, for every rule, g, layout and Nesterov setting.
 
 #include <torch/torch.h>
 
@@ -17,20 +17,19 @@ using torch::Tensor;
 constexpr int64_t kHeads = 12;
 constexpr int64_t kSteps = 3;
 
-// How a layout is described to the library, and how to the reference: families of rows of the
-// matrix that `view` makes of the weight.
+// A layout as described to the library, and as families of rows for the reference, which works on `matrices`.
 struct Case {
   std::string name;
   std::vector<int64_t> sizes;
   Layout layout;
-  // Families at a step; `groups(heads, stream)` gives their groups.
+  // Families at a step; `groups(heads, stream)` returns their groups.
   std::function<std::vector<Family>(std::function<std::vector<reference::Rows>(int64_t, int64_t)>)>
       families;
-  // From the weight to matrices with heads along rows.
+  // Views of the weight as matrices with heads along rows.
   std::function<std::vector<Tensor>(const Tensor&)> matrices = [](const Tensor& w) {
     return std::vector<Tensor>{w};
   };
-  bool in_is_rows = false;  // after that, rows count as the "in" side
+  bool in_is_rows = false;  // whether rows of `matrices` are the "in" side
 };
 
 std::vector<Case> cases(const GroupingSchedule& grouping) {
@@ -153,12 +152,12 @@ std::vector<Case> cases(const GroupingSchedule& grouping) {
   };
 }
 
-// √(out/in) tells rows from columns, which the default scale does not.
+// √(out/in) distinguishes rows from columns, unlike the default scale.
 double mup(int64_t out, int64_t in) {
   return std::sqrt(static_cast<double>(out) / static_cast<double>(in));
 }
 
-// With a Gram method, the blocks of fp32 weights are orthogonalized in `precision`.
+// With a Gram method, blocks of fp32 weights are orthogonalized in `precision`.
 void expect_literal(
     const Case& c, const Grouping& grouping, bool nesterov, bool average, torch::ScalarType dtype,
     Method method = Method::kNewtonSchulz, torch::ScalarType precision = torch::kBFloat16) {
@@ -251,7 +250,7 @@ TEST(Step, EqualsTheLiteralAlgorithmWithAveragedMomentum) {
   }
 }
 
-// In the precisions of the engine under test.
+// Uses the precisions of the engine under test.
 TEST(Step, EqualsTheLiteralAlgorithmWithGramMethods) {
   const Engine engine = engines_here().back();
   std::vector<torch::ScalarType> precisions = {torch::kFloat};
@@ -272,7 +271,7 @@ TEST(Step, EqualsTheLiteralAlgorithmWithGramMethods) {
   }
 }
 
-// One step from zero with a Gram method, which takes an engine of our own where there is one.
+// One step from zero with a Gram method, which uses one of our engines if there is one.
 Tensor update_of(const Tensor& grad, const Layout& layout) {
   StepOptions options;
   options.orthogonalize.method = Method::kGram;
@@ -327,7 +326,7 @@ TEST(Step, AutogradNoticesThatAWeightWasStepped) {
   EXPECT_ERROR_SAYS(loss.backward(), "modified by an inplace operation");
 }
 
-// Several weights stepped in one call, by default options but fp64.
+// Steps several weights in one call, with default options except for fp64.
 std::vector<Tensor> stepped(
     const std::vector<Tensor>& values, const std::vector<Tensor>& grads,
     const std::vector<Layout>& layouts, const std::vector<std::string>& names, int64_t steps = 2) {
@@ -362,7 +361,7 @@ TEST_F(StepIdentities, OneGroupOfAllHeadsIsPlainMuon) {
   const Tensor w = random({24, 16}), g = random({24, 16});
   const auto plain_step = stepped({w}, {g}, {plain()}, {"w"})[0];
   for (const auto* rule : {"12", "12:interval", "12:random"}) {
-    // Rows of a matrix may be permuted before and after orthogonalization without effect.
+    // Permuting rows before orthogonalization and back after it has no effect.
     EXPECT_TRUE(
         close(stepped({w}, {g}, {separate(12, 2, parse_schedule(rule))}, {"w"})[0], plain_step))
         << rule;

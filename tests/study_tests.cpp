@@ -1,4 +1,4 @@
-// From results to marks and tables, on results made up so that the answer is known; and the small parts of running.
+// Marks and tables from made-up results with known answers, and the small parts of running a study.
 
 #include <cmath>
 #include <csignal>
@@ -46,7 +46,7 @@ TEST(StudyTest, EffectsAreMarkedAndNoiseIsNot) {
 }
 
 TEST(StudyTest, UnderANullMarksAppearAtMostAtTheirRate) {
-  // As configs/table1-small.toml: five settings with eight seeds, all others with two, and nothing but noise.
+  // Like configs/table1-small.toml: five settings with eight seeds, all others with two. There is only noise.
   auto folder = folder_of("unused", 2);
   for (const char* name : {"packed", "three-way", "head-wise", "qk-1", "qk-6-random"}) {
     folder.study.more_seeds[name] = 8;
@@ -70,7 +70,7 @@ TEST(StudyTest, UnderANullMarksAppearAtMostAtTheirRate) {
   }
   EXPECT_EQ(marked.size(), 4);
   for (const auto& [family, count] : marked) {
-    // 5% and three standard errors of this simulation.
+    // 5% plus three standard errors of this simulation.
     EXPECT_LE(count, kStudies * (0.05 + 3 * std::sqrt(0.05 * 0.95 / kStudies))) << family.first;
   }
 }
@@ -91,13 +91,13 @@ TEST(StudyTest, SettingsAreComparedAtTheBestLearningRateOfEach) {
   const auto analysis = analyze(folder, results);
   ASSERT_EQ(analysis.variants.size(), 4);
   const auto& tuned = analysis.variants.back();
-  EXPECT_EQ(tuned.find("three-way"), nullptr) << "it was tried at one rate alone";
+  EXPECT_EQ(tuned.find("three-way"), nullptr) << "it was tried at one rate only";
   const auto* heads = tuned.find("head-wise");
   ASSERT_NE(heads, nullptr);
   EXPECT_NE(heads->title.find(", at 0.0005 of 0.001, 0.0005, 0.002"), std::string::npos)
       << heads->title;
   EXPECT_NE(tuned.find("packed")->title.find(", at 0.001"), std::string::npos);
-  EXPECT_EQ(heads->losses.size(), 1) << "of the seeds that all rates have";
+  EXPECT_EQ(heads->losses.size(), 1) << "only the seeds that all rates have";
   EXPECT_NEAR(heads->against.at("packed").difference.mean, -0.1, 1e-12);
   const auto plain = folder_of("unused", 1);
   EXPECT_TRUE(analyze(plain, results_of(plain, [](const PlannedRun&, int64_t) { return 1.0; }))
@@ -155,8 +155,8 @@ TEST(StudyTest, WhatLacksFailedSeedsIsExploratory) {
   EXPECT_EQ(words_of(claims[0]), "contradicted (exploratory)");
   const std::string table = to_markdown(folder, results, analysis, claims);
   for (const char* words :
-       {"7, 1 failed |", "ᵉ 1 failed △ (3.2799)", "head-wise is left out: of its runs 1 failed",
-        "7 seeds, others failed"}) {
+       {"7, 1 failed |", "ᵉ 1 failed △ (3.2799)",
+        "head-wise is left out because 1 of its runs failed", "7 seeds, others failed"}) {
     EXPECT_NE(table.find(words), std::string::npos) << words << table;
   }
 }
@@ -193,13 +193,13 @@ TEST(WorkersTest, RunsThatOneMayOnlyReadCanBeLookedAt) {
   std::filesystem::permissions(folder / "lock", std::filesystem::perms(0444));
   std::filesystem::permissions(folder / "", std::filesystem::perms(0555));
   const uid_t own = geteuid();
-  if (own == 0) {  // whom nothing would stop
+  if (own == 0) {  // permissions do not stop root
     ASSERT_EQ(seteuid(65534), 0);
   }
   EXPECT_TRUE(train::is_locked(folder / ""));
   lock.reset();
   EXPECT_FALSE(train::is_locked(folder / ""));
-  EXPECT_FALSE(train::is_locked(folder / "")) << "to look leaves no lock behind";
+  EXPECT_FALSE(train::is_locked(folder / "")) << "looking leaves no lock behind";
   ASSERT_EQ(seteuid(own), 0);
   std::filesystem::permissions(folder / "", std::filesystem::perms(0755));
 }
@@ -210,7 +210,7 @@ TEST(WorkersTest, ProgramsEndAsTheyEnd) {
   EXPECT_EQ(text, "out\nerr\n");
   EXPECT_EQ(run_program({"sh", "-c", "kill -9 $$"}), 1);
   EXPECT_ERROR_SAYS(run_program({"/nowhere/program"}), "cannot start /nowhere/program");
-  const auto before = std::signal(SIGCHLD, SIG_IGN);  // as some that start us do
+  const auto before = std::signal(SIGCHLD, SIG_IGN);  // as some parents do
   EXPECT_EQ(run_program({"false"}), 1);
   std::signal(SIGCHLD, before);
 }
@@ -220,18 +220,27 @@ TEST(WorkersTest, SlurmScript) {
   auto folder = folder_of(place / "study", 1);
   record_result(
       (train::make_folder(place / "study/packed/seed-0"), place / "study/packed/seed-0"), 1);
-  const std::string script = slurm_script(
-      folder, {.jobs = 2, .threads = 3, .device = "cuda"}, false, "/bin/program", "--time=5");
+  const RunCommand command = [](const std::string& run, bool retry) {
+    EXPECT_TRUE(retry);  // whoever submits to Slurm asked for these runs
+    return std::vector<std::string>{"/bin/program", "one", run, "--threads", "3"};
+  };
+  const std::string script =
+      slurm_script(folder, {.jobs = 2, .threads = 3, .device = "cuda"}, command, false, "--time=5");
   for (const char* line :
        {"#SBATCH --array=0-34%2\n", "set -- \\\n  head-wise/seed-0 \\\n  three-way/seed-0",
         "#SBATCH --cpus-per-task=3\n", "#SBATCH --gres=gpu:1\n", "#SBATCH --time=5\n",
-        " study run ", "\"$1\" --threads 3 --device cuda\n"}) {
+        "exec /bin/program one \"$1\" --threads 3\n"}) {
     EXPECT_NE(script.find(line), std::string::npos) << line << script;
   }
   for (const char* name : {"with blank", "a;id", "a$b", "a%b", "a'b", "a(b"}) {
     folder.path = place / name;
-    EXPECT_ERROR_SAYS(slurm_script(folder, {}, false, "/bin/program", ""), "special signs");
+    EXPECT_ERROR_SAYS(slurm_script(folder, {}, command, false, ""), "special characters");
   }
+  folder.path = place / "study";
+  const RunCommand blank = [](const std::string& run, bool) {
+    return std::vector<std::string>{"/bin/a program", run};
+  };
+  EXPECT_ERROR_SAYS(slurm_script(folder, {}, blank, false, ""), "special characters");
 }
 
 TEST(WorkersTest, JobsAreSpreadOverGpus) {

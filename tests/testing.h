@@ -1,5 +1,5 @@
 #pragma once
-// What several test files share.
+// Helpers for several test files.
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <string>
 
-/// A new folder, gone with the object.
+/// A new folder, deleted with the object.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -25,7 +25,7 @@ class TemporaryFolder {
   std::string path_;
 };
 
-/// The message of the error that `action` throws; fails the test if it throws none.
+/// The message of the error that `action` throws. Fails the test if it throws none.
 template <typename Error = c10::Error, typename Action>
 std::string error_of(Action&& action) {
   try {

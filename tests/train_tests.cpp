@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kVocabulary = 64;
 
-// Text with something to learn: a random walk over the vocabulary.
+// Tokens with something to learn: a random walk over the vocabulary.
 void write_shards(const std::string& folder, int64_t tokens) {
   std::mt19937 random(1);
   for (const char* split : {"train", "val"}) {
@@ -59,7 +59,7 @@ class TrainTest : public testing::Test {
     return configure(settings);
   }
 
-  // metrics.jsonl without what a clock says.
+  // metrics.jsonl without times.
   static std::vector<std::string> curve(const std::string& run) {
     std::ifstream file(run + "/metrics.jsonl");
     std::vector<std::string> lines;
@@ -99,7 +99,7 @@ TEST_F(TrainTest, LearnsAndLeavesARecord) {
   EXPECT_EQ(losses(folder_ / "run", "validation_loss").size(), 13);  // 0, 5, …, 60
   EXPECT_EQ(losses(folder_ / "run", "validation_loss").back(), outcome.validation_loss);
   EXPECT_EQ(list_checkpoints(folder_ / "run").size(), 1);
-  // What was resolved can be read back and is whole.
+  // The resolved config can be read back and is complete.
   const auto saved = configure(read_options(folder_ / "run/config.toml"));
   EXPECT_EQ(saved.steps, 60);
   EXPECT_GT(saved.threads, 0);
@@ -113,7 +113,7 @@ TEST_F(TrainTest, ResumeIsBitIdenticalWhereverItWasCut) {
     train(config(whole, more), {});
     const auto expected = curve(folder_ / whole);
     const auto last = bytes_of(folder_ / (whole + "/checkpoints/step-000012"));
-    // In the first step, between checkpoints, within a validation, in the last step.
+    // Cuts in the first step, between checkpoints, in a validation and in the last step.
     for (const int64_t cut : {1, 8, 20, 47, 53}) {
       const std::string run = c10::str(folder_.path(), "/cut-", cut, "-", precision);
       Config cut_config = config("x", more);
@@ -139,7 +139,7 @@ TEST_F(TrainTest, ResumeFromAnOlderCheckpointTakesTheSamePath) {
   resume(run, {});
   EXPECT_EQ(curve(folder_ / "run"), expected);
   EXPECT_TRUE(bytes_of(folder_ / "run/checkpoints/step-000012") == last);
-  // What it had written before is still there, under another name.
+  // The older checkpoints are still there, under another name.
   EXPECT_TRUE(bytes_of(folder_ / "run/checkpoints/set-aside-step-000012") == last);
 }
 
@@ -169,7 +169,7 @@ TEST_F(TrainTest, AValidationThatWasCutOffIsMadeUpForOnce) {
   EXPECT_EQ(
       read_state(folder_ / "run/checkpoints/step-000012").validation_loss, outcome.validation_loss);
   const auto before = curve(folder_ / "run");
-  resume(open_run(folder_ / "run", {}), {});  // finished: nothing more
+  resume(open_run(folder_ / "run", {}), {});  // finished: does nothing
   EXPECT_EQ(curve(folder_ / "run"), before);
 }
 
@@ -199,7 +199,7 @@ TEST_F(TrainTest, MicroBatchesGiveTheSameBatchesAndLosses) {
 }
 
 TEST_F(TrainTest, DataWrapsRoundInAnotherOrder) {
-  // 64 windows of 16 tokens: 8 steps of 8 are an epoch. With learning rates of 0 a loss tells its batch.
+  // 64 windows of 16 tokens: 8 steps of 8 are an epoch. With learning rates of 0 the loss identifies the batch.
   const TemporaryFolder data;
   write_shards(data.path(), 64 * 16 + 1);
   train(
@@ -233,7 +233,7 @@ TEST_F(TrainTest, ScheduleOfGroupsChangesTheRunFromThatStepOn) {
 }
 
 TEST_F(TrainTest, ClippingScalesAllGradientsToTheGivenNorm) {
-  // After one step momentum is the gradient, and Adam's mean a tenth of it.
+  // After one step the momentum is the gradient, and Adam's mean is a tenth of it.
   const auto norm_after_one_step = [&](const char* out, const char* clip) {
     train(config(out, {{"clip", clip}, {"steps", "1"}, {"warmdown", "0"}}), {});
     double squares = 0;
@@ -262,11 +262,11 @@ TEST_F(TrainTest, BeginsWithGivenWeights) {
 }
 
 TEST_F(TrainTest, ALossThatIsNoNumberStopsAndKeepsTheLastGoodCheckpoint) {
-  // Weight decay that multiplies weights by -10⁶ a step.
+  // Weight decay that multiplies weights by -10⁶ per step.
   const auto diverging =
       config("run", {{"muon-weight-decay", "1e9"}, {"steps", "50"}, {"checkpoint-interval", "1"}});
   const auto message = error_of<std::runtime_error>([&] { train(diverging, {}); });
-  EXPECT_NE(message.find("the run cannot go on"), std::string::npos) << message;
+  EXPECT_NE(message.find("the run cannot continue"), std::string::npos) << message;
   EXPECT_NE(message.find("step "), std::string::npos);
   const auto all = list_checkpoints(folder_ / "run");
   ASSERT_FALSE(all.empty());
@@ -305,13 +305,14 @@ TEST_F(TrainTest, WrongInputIsRefusedBeforeAnythingIsWritten) {
   EXPECT_NE(error({{"batch", "1000"}}).find("less than one batch"), std::string::npos);
   EXPECT_NE(error({{"device", "cuda"}}).find("CUDA"), std::string::npos);
   EXPECT_NE(error({{"device", "toaster"}}).find("toaster"), std::string::npos);
-  EXPECT_NE(error({{"out", folder_.path()}}).find("another folder than data"), std::string::npos);
+  EXPECT_NE(
+      error({{"out", folder_.path()}}).find("should be different folders"), std::string::npos);
 }
 
 TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
   train(config("run"), {});
   const auto before = read_text(folder_ / "run/metrics.jsonl");
-  EXPECT_ERROR_SAYS(train(config("run"), {}), "holds a run already");
+  EXPECT_ERROR_SAYS(train(config("run"), {}), "already contains a run");
   EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
   const TemporaryFolder other;
   write_shards(other.path(), 9000);
@@ -319,7 +320,7 @@ TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
     const auto run = open_run(folder_ / "run/checkpoints/step-000004", {{"data", data}});
     return error_of<std::exception>([&] { resume(run, {}); });
   };
-  EXPECT_NE(error_with(other.path()).find("not what the run began with"), std::string::npos);
+  EXPECT_NE(error_with(other.path()).find("not the data the run started with"), std::string::npos);
   // The same training data, but one token of the validation data changed.
   const TemporaryFolder changed;
   write_shards(changed.path(), 8000);
@@ -327,9 +328,10 @@ TEST_F(TrainTest, ARunIsNotOverwrittenAndNotMixedWithOtherData) {
   file.seekp(1024 + 2 * 100);
   file.write("\x3f", 1);
   file.close();
-  EXPECT_NE(error_with(changed.path()).find("not what the run began with"), std::string::npos);
+  EXPECT_NE(
+      error_with(changed.path()).find("not the data the run started with"), std::string::npos);
   EXPECT_EQ(read_text(folder_ / "run/metrics.jsonl"), before);
-  EXPECT_ERROR_SAYS(open_run(folder_.path(), {}), "holds no run");
+  EXPECT_ERROR_SAYS(open_run(folder_.path(), {}), "contains no run");
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
-"""A study's results in one small file: pack_study.py FOLDER OUT.tar.xz
+"""Packs a study's results into one small file: pack_study.py FOLDER OUT.tar.xz
 
-Unpacked, into a folder of the study's name, `group-muon report` makes the same tables of it. Left out are checkpoints, logs, TensorBoard's files, what the report does not
-read of a line, lines that are only half written, and digits that say nothing; paths of data and runs are cut to their last part.
+The archive unpacks into a folder with the study's name, from which `group-muon report` makes the same tables. It
+leaves out checkpoints, logs, TensorBoard files, keys that the report does not read, incomplete lines and meaningless
+digits. Paths of data and runs are cut to their last part.
 """
 
 import io
@@ -14,7 +15,7 @@ import tarfile
 
 KEPT = ("machine.jsonl", "result.json", "error.txt")
 CONFIGS = ("study.toml", "config.toml")
-# Of the lines of these files, the keys that are kept; and to how many digits their numbers are, if not to all.
+# The keys kept of each line of these files. DIGITS has the number of digits kept of some of them.
 KEYS = {
     "metrics.jsonl": ("step", "loss", "seconds", "optimizer_seconds", "validation_loss"),
     "diagnostics.jsonl": (
@@ -57,14 +58,14 @@ def content_of(path: pathlib.Path) -> bytes | None:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those of the study and its runs, but not of checkpoints; by kind, so that files that are alike stand together."""
+    """Files of the study and its runs, without checkpoints. Sorted by name, so that similar files are adjacent."""
     runs = {path.parent for path in folder.rglob("seed-*/config.toml")}
     found = [folder / "study.toml", *(path for run in runs for path in run.iterdir())]
     return sorted(filter(pathlib.Path.is_file, found), key=lambda path: (path.name, str(path)))
 
 
 def pack(folder: pathlib.Path, out: pathlib.Path) -> None:
-    """Under its name the archive appears only when it is whole."""
+    """The archive gets its name only when it is complete."""
     unfinished = out.with_name(out.name + ".unfinished")
     try:
         with tarfile.open(unfinished, "w:xz", format=tarfile.USTAR_FORMAT) as archive:

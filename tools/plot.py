@@ -1,15 +1,15 @@
-"""Pictures from the files of runs. OUT is without an ending or with one: .png, .svg; without, both are written.
+"""Draws figures from the files of runs. OUT may end in .png or .svg; without an extension both are written.
 
-plot.py curves OUT RUN[=LABEL] …    validation loss by step, and its difference to the first run's
-plot.py ranks OUT RUN               rank of Q and K by step, gradients and momentum, whole and in groups
-plot.py norms OUT RUN [LAYER …]     ‖O‖² of Q and K by step, whole and head by head; by default of two middle layers
-plot.py gain OUT RUN                gain and cost of every group size by step, against the whole matrix
-plot.py numbers RUN                 the same as a Markdown table: means over Q and K of all layers, at first each measurement,
-                                    then every tenth
-plot.py study FOLDER                all pictures of a study from its report.json, into FOLDER/figures: figure1, figure2,
-                                    differences, effects, variants, gain, as far as there are data for them
+plot.py curves OUT RUN[=LABEL] …    validation loss by step, and the difference to the first run
+plot.py ranks OUT RUN               rank of Q and K by step, for gradients and momentum, whole and in groups
+plot.py norms OUT RUN [LAYER …]     ‖O‖² of Q and K by step, whole and head by head; default: two middle layers
+plot.py gain OUT RUN                gain and cost of every grouping by step, against the whole matrix
+plot.py numbers RUN                 the same as a Markdown table: means over Q and K of all layers, for the first ten
+                                    measurements and then every tenth
+plot.py study FOLDER                all figures of a study from its report.json, into FOLDER/figures: figure1,
+                                    figure2, differences, effects, variants and gain, where there are data
 
-Ranks, norms, gain and numbers need a run made with --diagnose-every.
+ranks, norms, gain and numbers need a run trained with --diagnose-every.
 """
 
 import colorsys
@@ -25,8 +25,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy
 
-plt.rcParams["svg.hashsalt"] = "group-muon"  # the same data make the same file
-plt.rcParams["text.parse_math"] = False  # names may have a $
+plt.rcParams["svg.hashsalt"] = "group-muon"  # the same data give the same file
+plt.rcParams["text.parse_math"] = False  # names may contain $
 
 COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
 
@@ -34,12 +34,10 @@ COLORS = ["#555555", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"]
 def records(run: str, name: str) -> list[dict]:
     path = pathlib.Path(run) / name
     if not path.exists():
-        more = ", train with --diagnose-every" if name == "diagnostics.jsonl" else ""
+        more = "; train with --diagnose-every" if name == "diagnostics.jsonl" else ""
         sys.exit(f"plot.py: '{run}' has no {name}{more}")
     lines = path.read_text().splitlines(keepends=True)
-    return [
-        json.loads(line) for line in lines if line.endswith("\n")
-    ]  # the last may be half written
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be incomplete
 
 
 def save(figure, out: str) -> None:
@@ -144,7 +142,7 @@ def ranks(out: str, run: str) -> None:
 def norms(out: str, run: str, layers: list[int]) -> None:
     lines = [line for line in records(run, "diagnostics.jsonl") if line["of"] == "momentum"]
     if not any(line["grouping"] == "1" for line in lines):
-        sys.exit("plot.py: this picture needs grouping 1 among --diagnose-groups")
+        sys.exit("plot.py: this figure needs grouping 1; train with 1 among --diagnose-groups")
     known = sorted({layer_of(line) for line in lines})
     layers = layers or known[(len(known) - 1) // 2 :][:2]
     if unknown := [layer for layer in layers if layer not in known]:
@@ -180,20 +178,20 @@ def gain(out: str, run: str) -> None:
     lines = [line for line in records(run, "diagnostics.jsonl") if line["part"] in ("q", "k")]
     names = [name for name in groupings_of(lines) if name != "three-way"]
     if not names:
-        sys.exit(f"plot.py: '{run}' has measured no grouping yet")
+        sys.exit(f"plot.py: '{run}' has no measured groupings yet")
     whole = {
         (li["step"], li["weight"], li["part"], li["of"]): li for li in lines if li["grouping"] == "three-way"
     }  # fmt: skip
 
     def share(line: dict, key: str, of: str) -> float:
-        """Part of the whole matrix' own, so that layers can be averaged."""
+        """The value relative to the whole matrix's, so that layers can be averaged."""
         own = whole[line["step"], line["weight"], line["part"], line["of"]][of]
         return line["against three-way"][key] / own if own else 0.0
 
     pictures = [
-        ("gradient", "gain", "nuclear_norm", "gain Σ‖Gᵢ‖* − ‖G‖*, part of ‖G‖*"),
-        ("momentum", "first_order_gain", "first_order", "⟨G, sO⟩ gained, part of the whole's"),
-        ("momentum", "norm_cost", "squared_norm", "cost Σ‖Oᵢ‖² − ‖O‖², part of ‖O‖²"),
+        ("gradient", "gain", "nuclear_norm", "gain Σ‖Gᵢ‖* − ‖G‖*, relative to ‖G‖*"),
+        ("momentum", "first_order_gain", "first_order", "gain in ⟨G, sO⟩, relative to the whole"),
+        ("momentum", "norm_cost", "squared_norm", "cost Σ‖Oᵢ‖² − ‖O‖², relative to ‖O‖²"),
     ]
     figure, row = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for axes, (of, key, base, title) in zip(row, pictures):
@@ -215,7 +213,7 @@ def numbers(run: str) -> None:
     names = groupings_of(lines)
     columns = [f"rank of {of}s" for of in ("gradient", "momentum")]
     columns += ["‖O‖²", "gain / ‖G‖*", "heads larger"]
-    print("Ranks at 0.01 σ₁ by rows, in the order " + ", ".join(map(label_of, names)) + ".\n")
+    print("Ranks at 0.01 σ₁ / rows, in the order " + ", ".join(map(label_of, names)) + ".\n")
     print("| step | " + " | ".join(columns) + " |")
     print("|---:|" + "---|" * len(columns))
     steps = sorted({line["step"] for line in lines})
@@ -239,7 +237,7 @@ def numbers(run: str) -> None:
         print(f"| {step} | " + " | ".join(cells) + " |")
 
 
-# The settings of a study: whole matrices without colour, then by what is grouped and by group size.
+# Colors of a study's settings: whole matrices in grey, the others by what is grouped and by group size.
 BASELINES = ("packed", "three-way")
 PLAIN = {"packed": "#111111", "three-way": "#7d8288", "head-wise": "#c4203a"}
 SIZES = (1, 2, 3, 4, 6)
@@ -252,7 +250,7 @@ LINES = {"adjacent": (0, (5, 2)), "interval": (0, (1, 1.5))}
 
 
 def own_settings(report: dict) -> list[str]:
-    """Those that the study file itself describes."""
+    """Names of the settings that the study file itself defines."""
     return [one["name"] for one in report["settings"] if one["own"]]
 
 
@@ -269,12 +267,13 @@ def style_of(name: str, own: list[str] = ()) -> dict:
 
 
 def array(values: list) -> numpy.ndarray:
-    """With what is missing as NaN, which is not drawn."""
+    """An array with missing values as NaN, which are not drawn."""
     return numpy.array(values, dtype=float)
 
 
 def draw_band(axes, curve: dict, label: str, style: dict, first: float = 0, last=None) -> None:
-    """A mean and its interval, from one step to another; of two seeds it would cover all else."""
+    """A mean and its interval, from one step to another. Intervals of two seeds are not drawn: they would cover
+    everything else."""
     steps = array(curve["steps"])
     last = steps[-1] if last is None else min(last, steps[-1])
     if first > last:
@@ -297,7 +296,7 @@ def draw_zero(axes) -> None:
 
 
 def noise_of(report: dict, count: int) -> float:
-    """Two standard errors that A/A noise alone gives a mean over so many pairs."""
+    """Two standard errors that A/A noise alone gives a mean over `count` pairs."""
     noise = report["noise"]
     return 2 * noise["deviation"] / count**0.5 if noise and noise["deviation"] else 0.0
 
@@ -311,13 +310,13 @@ def present(names, curves: dict) -> list[str]:
 
 
 def legend_below(figure, *all_axes) -> None:
-    """One legend for all: every label once."""
+    """One legend for all axes, with every label once."""
     handles = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
     labels = [label if len(label) < 45 else f"{label[:42]}…" for label in handles]
-    # About eleven letters an inch, and the line and the gaps beside them.
+    # About eleven letters per inch, plus the line and the gaps.
     width = max(map(len, labels), default=0) / 11 + 0.8
     columns = max(1, min(4, int(figure.get_figwidth() / width)))
     figure.legend(
@@ -358,7 +357,7 @@ def present_baselines(report: dict, setting: str) -> list[str]:
 
 
 def study_figure2(report: dict):
-    """Thirds of the training: losses above, differences to packed below; of the seeds that all have."""
+    """Thirds of the training: losses above, differences to packed below, on the seeds that all have."""
     sizes = report["group_sizes"]
     titles = titles_of(sizes)
     names = list(titles)
@@ -415,7 +414,7 @@ def study_differences(report: dict):
 
 
 def effects_range(pairs: list[dict]) -> tuple[float, float]:
-    """All means, and the intervals of more than two seeds; the others may go on beyond."""
+    """All means, and the intervals of more than two seeds. Other intervals may extend beyond the range."""
     values = [0.0, *(pair["mean"] for pair in pairs)]
     for pair in pairs:
         if pair["count"] > 2 and pair["low"] is not None:
@@ -466,8 +465,8 @@ def study_effects(report: dict):
         axes.set_xlabel("difference: left is better")
     grey = "; grey: noise" if noise_of(report, 1) else ""
     figure.supxlabel(
-        "hollow: exploratory; arrows: the interval goes on; rows with different n are of different "
-        f"seeds{grey}", fontsize=9,
+        "hollow: exploratory; arrows: the interval extends beyond the axis; rows with different n "
+        f"use different seeds{grey}", fontsize=9,
     )  # fmt: skip
     return figure
 
@@ -497,14 +496,14 @@ def study_variants(report: dict):
 
 
 def study_gain(report: dict):
-    """A block of six panels for every run that measured it."""
+    """Six panels for every run with diagnostics."""
     pictures = [
         ("gradient", "rank_ratio", "rank / rows, σ > 0.01 σ₁"),
         ("momentum", "rank_ratio", "rank / rows, σ > 0.01 σ₁"),
         ("momentum", "squared_norm_ratio", "‖O‖² / full rank"),
-        ("gradient", "gain", "gain Σ‖Gᵢ‖* − ‖G‖*, part of ‖G‖*"),
-        ("momentum", "first_order_gain", "⟨G, sO⟩ gained, part of the whole's"),
-        ("momentum", "norm_cost", "cost Σ‖Oᵢ‖² − ‖O‖², part of ‖O‖²"),
+        ("gradient", "gain", "gain Σ‖Gᵢ‖* − ‖G‖*, relative to ‖G‖*"),
+        ("momentum", "first_order_gain", "gain in ⟨G, sO⟩, relative to the whole"),
+        ("momentum", "norm_cost", "cost Σ‖Oᵢ‖² − ‖O‖², relative to ‖O‖²"),
     ]
     runs = [run for run in report["diagnostics"] if run["series"]]
     if not runs:
@@ -534,7 +533,7 @@ def study_gain(report: dict):
 def study(folder: str) -> None:
     path = pathlib.Path(folder) / "report.json"
     if not path.exists():
-        sys.exit(f"plot.py: '{folder}' has no report.json, make it with group-muon report")
+        sys.exit(f"plot.py: '{folder}' has no report.json; write it with group-muon report")
     report = json.loads(path.read_text())
     pictures = {
         "figure1": study_figure1,
@@ -546,7 +545,7 @@ def study(folder: str) -> None:
     }
     for name, make in pictures.items():
         place = path.parent / "figures" / name
-        for suffix in (".png", ".svg"):  # an older one may no longer be true
+        for suffix in (".png", ".svg"):  # remove outdated figures
             place.with_suffix(suffix).unlink(missing_ok=True)
         if figure := make(report):
             save(figure, str(place))

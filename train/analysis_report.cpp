@@ -20,9 +20,9 @@ std::string format(const char* pattern, Values... values) {
   return text;
 }
 
-// Columns as wide as their widest cell, the first two to the left.
+// Columns as wide as their widest cell. The first is left-aligned, the others right-aligned.
 std::string table(const std::vector<std::vector<std::string>>& rows) {
-  const auto width = [](const std::string& text) {  // β and ‖ are one wide
+  const auto width = [](const std::string& text) {  // in characters, not bytes
     return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
       return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
     }));
@@ -43,7 +43,7 @@ std::string table(const std::vector<std::vector<std::string>>& rows) {
   return text;
 }
 
-// Q, K and V of the layers, without their sums.
+// Q, K and V of each layer, without their sums.
 std::vector<const MatrixResult*> single_matrices(const CheckpointAnalysis& analysis) {
   std::vector<const MatrixResult*> matrices;
   for (const auto& matrix : analysis.matrices) {
@@ -73,9 +73,9 @@ std::string agreement(const CheckpointAnalysis& analysis) {
   const auto matrices = single_matrices(analysis);
   const auto candidates = analysis.matrices.front().candidates.size();
   std::string text = format(
-      "How often the criterion names the best of %d candidates, or one within the noise of it, for "
-      "%d "
-      "matrices\n(by chance about %.1f); and the first-order term ⟨G, sO⟩ alone:\n\n",
+      "How often the criterion picks the best of %d candidates, or one within noise of it, over %d "
+      "matrices\n(about %.1f by chance), and how often the first-order term ⟨G, sO⟩ alone "
+      "does:\n\n",
       static_cast<int>(candidates), static_cast<int>(matrices.size()),
       static_cast<double>(matrices.size()) / static_cast<double>(candidates));
   std::vector<std::vector<std::string>> rows = {
@@ -190,16 +190,16 @@ Json to_json(const MatrixResult& matrix, double lr) {
 
 std::string to_text(const CheckpointAnalysis& analysis) {
   return format(
-             "step %lld, lr %.4g. Loss on the batch %.6f, held out %.6f; one rounding error of the "
-             "weights moves "
-             "them by %.1e and %.1e.\n\n",
+             "step %lld, lr %.4g. Loss on the batch %.6f, held out %.6f; one rounding error in the "
+             "weights changes them by %.1e and %.1e.\n\n",
              static_cast<long long>(analysis.step), analysis.lr, analysis.loss,
              analysis.held_out_loss, analysis.noise, analysis.held_out_noise) +
          by_matrix(analysis) + "\n" + agreement(analysis) +
-         "\nAll matrices together, gains and costs (‖G‖_* and rank of the gradient; O of the "
+         "\nGains and costs of all matrices together (‖G‖_* and rank from the gradient, O from the "
          "momentum):\n\n" +
          gains_and_costs(analysis) + "\nDecrease of the loss on the same batch:\n\n" +
-         decreases(analysis, false) + "\nand on the held-out one:\n\n" + decreases(analysis, true);
+         decreases(analysis, false) + "\nDecrease of the loss on the held-out batch:\n\n" +
+         decreases(analysis, true);
 }
 
 std::string to_json(const CheckpointAnalysis& analysis) {

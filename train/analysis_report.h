@@ -1,5 +1,5 @@
 #pragma once
-// An analysis in words and numbers.
+// Prints an analysis as text and as JSON.
 
 #include <string>
 
@@ -7,10 +7,10 @@
 
 namespace train {
 
-/// The tables that are printed: which grouping the criterion favours, which one was really best.
+/// Tables for the terminal: which grouping the criterion favours, and which one was actually best.
 std::string to_text(const CheckpointAnalysis& analysis);
 
-/// Everything, for other programs to read.
+/// All results, for other programs.
 std::string to_json(const CheckpointAnalysis& analysis);
 
 }  // namespace train

@@ -21,7 +21,7 @@ namespace {
 using group_muon::Whitening;
 using torch::Tensor;
 
-// The largest, the first of equals; NaN is never it.
+// Index of the largest value, the first one in a tie. Never picks NaN over a number.
 template <typename Value>
 size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
   size_t best = 0;
@@ -32,7 +32,7 @@ size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
   return best;
 }
 
-// The run's model, optimizers and data at a checkpoint. Everything in fp32, so that losses can be told apart.
+// The run's model, optimizers and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
 class RestoredRun {
  public:
   RestoredRun(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint);
@@ -54,7 +54,7 @@ class RestoredRun {
   group_muon::Optimizers optimizers_;
   TrainerState state_;
   double lr_ = 0;
-  double clip_ = 1;  // what the gradient was multiplied with
+  double clip_ = 1;  // factor applied to the gradient
   std::vector<Batch> batch_, held_out_;
 };
 
@@ -62,11 +62,10 @@ Config config_of(const AnalyzeOptions& options, const Place& place) {
   auto config = configure(read_options(place.run + "/config.toml"));
   if (!options.data.empty()) config.data = options.data;
   if (options.threads > 0) config.threads = options.threads;
-  config.engine = group_muon::to_string(engine_of(config));
-  return with_engine(config);
+  return with_engine(without_missing_engines(config));
 }
 
-// Some sequences at a time.
+// Splits the sequences into micro-batches.
 std::vector<Batch> batches_of(
     const gpt::TokenStream& stream, const std::vector<int64_t>& starts, const Config& config) {
   std::vector<Batch> batches;
@@ -85,12 +84,12 @@ RestoredRun::RestoredRun(
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
       optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
-  model_.set_engine(engine_of(config_));
+  model_.set_engine(group_muon::parse_engine(config_.engine));
   state_ = load_checkpoint(checkpoint, model_, optimizers_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr
                        : config_.muon_lr * (finished ? 1 : lr_factor(config_, state_.step));
-  TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; give another with --lr");
+  TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; set another with --lr");
   for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
 
   const gpt::TokenStream training(config_.data, "train", config_.vocabulary);
@@ -102,7 +101,7 @@ RestoredRun::RestoredRun(
   TORCH_CHECK_VALUE(
       options.sequences <= std::min(order.windows(), held_out.windows()),
       "sequences should be at most ", std::min(order.windows(), held_out.windows()),
-      ", those of the data, not ", options.sequences);
+      ", all that the data has, not ", options.sequences);
   std::vector<int64_t> starts, held_out_starts;
   for (int64_t i = 0; i < wanted; ++i) {
     starts.push_back(order.start_of(state_.step * config_.batch + i));
@@ -115,7 +114,7 @@ RestoredRun::RestoredRun(
   add_gradients();
 }
 
-// As the next step would have them.
+// Computes the gradients of the next step, clipped as in training.
 void RestoredRun::add_gradients() {
   int64_t sequences = 0;
   for (const auto& batch : batch_) sequences += batch.tokens.size(0);
@@ -126,7 +125,7 @@ void RestoredRun::add_gradients() {
   std::vector<Tensor> gradients;
   for (const auto& parameter : model_.parameters()) gradients.push_back(parameter.grad());
   const double norm = at::stack(at::_foreach_norm(gradients)).norm().item<double>();
-  TORCH_CHECK(std::isfinite(norm), "the gradient's norm is ", norm, " at this checkpoint");
+  TORCH_CHECK(std::isfinite(norm), "the gradient norm is ", norm, " at this checkpoint");
   if (config_.clip > 0 && norm > config_.clip) {
     clip_ = config_.clip / norm;
     at::_foreach_mul_(gradients, clip_);
@@ -153,7 +152,7 @@ std::vector<AttentionWeight> chosen_weights(RestoredRun& run, const std::vector<
   const int64_t last = run.model().shape().layers - 1;
   for (const auto layer : layers) {
     TORCH_CHECK_VALUE(
-        layer >= 0 && layer <= last, "layers are from 0 to ", last, ", there is no ", layer);
+        layer >= 0 && layer <= last, "layers should be from 0 to ", last, ", not ", layer);
   }
   std::vector<AttentionWeight> chosen;
   for (const auto& weight : run.weights()) {
@@ -165,7 +164,7 @@ std::vector<AttentionWeight> chosen_weights(RestoredRun& run, const std::vector<
   return chosen;
 }
 
-// A region, and which part of what was measured on its weights it is: 0 for all rows, then Q, K and V.
+// A region, and its index in what was measured on its weights: 0 for all rows, then Q, K and V.
 struct MeasuredRegion {
   Region region;
   size_t part = 0;
@@ -190,7 +189,7 @@ std::vector<MeasuredRegion> regions_of(
   return regions;
 }
 
-// What was measured on all pieces of a region.
+// Sum of the measurements over all pieces of a region.
 Whitening sum_over(
     const MeasuredRegion& region, const std::vector<std::vector<Measured>>& measured, size_t tensor,
     size_t candidate) {
@@ -199,7 +198,7 @@ Whitening sum_over(
     const auto& part = measured[piece.weight][tensor].by_candidate[candidate][region.part];
     sum = sum ? *sum + part : part;
   }
-  return *sum;
+  return sum.value();
 }
 
 CriterionCheck judge(
@@ -244,14 +243,14 @@ void check_options(const AnalyzeOptions& options) {
       options.threads);
   TORCH_CHECK_VALUE(
       std::find(options.factors.begin(), options.factors.end(), 1) != options.factors.end(),
-      "one of the factors should be 1: the learning rate as it is");
+      "one of the factors should be 1, the learning rate itself");
 }
 
 std::string choose_checkpoint(const Place& place) {
   const auto all = list_checkpoints(place.run);
   TORCH_CHECK_VALUE(!all.empty(), "'", place.run, "' has no checkpoint yet");
   const std::string chosen = place.checkpoint.empty() ? all.back() : place.checkpoint;
-  require_whole(chosen, all, /*weights_only=*/false, "give that: ");
+  require_whole(chosen, all, /*weights_only=*/false, "use ");
   return chosen;
 }
 
@@ -310,7 +309,7 @@ CheckpointAnalysis analyze(
       candidate.momentum = sum_over(region, measured, 1, c);
       for (const bool rescaled : {false, true}) {
         for (const double factor : options.factors) {
-          if (!rescaled || c != kThreeWay) {  // which has that norm already
+          if (!rescaled || c != kThreeWay) {  // three-way already has that norm
             candidate.steps.push_back(test.step(region.region, c, factor, rescaled));
           }
           if (progress) progress(++done / total);

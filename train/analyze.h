@@ -1,6 +1,6 @@
 #pragma once
-// A checkpoint looked at closely: what each grouping of the attention matrices would gain and cost, and what it
-// really does to the loss, in one step from the same weights and momentum.
+// Analyzes a checkpoint: the predicted gain and cost of each grouping of the attention matrices, and the actual
+// change of the loss after one step from the same weights and momentum.
 
 #include <cstdint>
 #include <functional>
@@ -14,43 +14,42 @@ namespace train {
 
 struct AnalyzeOptions {
   std::string path;         // a run or a checkpoint
-  std::string data = {};    // empty: the run's
-  std::string groups = {};  // as diagnose-groups
-  double lr = 0;            // 0: that of the next step; of a finished run, the peak
-  std::vector<double> factors = {0.5, 1, 2};  // on lr; one of them is 1
+  std::string data = {};    // empty: the run's data
+  std::string groups = {};  // same form as diagnose-groups
+  double lr = 0;            // 0: that of the next step, or the peak if the run is finished
+  std::vector<double> factors = {0.5, 1, 2};  // multiples of lr to try; must include 1
   std::vector<int64_t> layers = {};           // empty: all
-  int64_t sequences = 0;                      // of each batch; 0: those of a training batch
-  bool exact = true;                          // singular values, not estimates
-  int64_t threads = 0;                        // 0: the run's
+  int64_t sequences = 0;                      // per batch; 0: as many as in a training batch
+  bool exact = true;                          // exact singular values instead of estimates
+  int64_t threads = 0;                        // 0: as in the run
 };
 
-/// What is known of one candidate on one matrix.
+/// Results of one candidate on one matrix.
 struct CandidateResult {
   std::string candidate;           // packed, three-way, or a grouping
-  group_muon::Whitening momentum;  // O from the momentum, as the optimizer has it
+  group_muon::Whitening momentum;  // O from the momentum, as in the optimizer
   group_muon::Whitening gradient;  // O from the gradient alone
   std::vector<DirectStep> steps;
 };
 
-/// Candidates, by their numbers, at one learning rate.
+/// Compares the criterion's choice with the actual best at one learning rate. Candidates are given by index.
 struct CriterionCheck {
-  double factor = 1;         // on lr
-  size_t favoured = 0;       // by the criterion: the largest guaranteed decrease
-  size_t first_order = 0;    // by ⟨G, sO⟩ alone
-  size_t best = 0;           // by the loss on the same batch
-  size_t best_held_out = 0;  // and on the held-out one
-  bool agrees = false;       // what is favoured is the best, or within the noise of it
+  double factor = 1;         // multiple of lr
+  size_t favoured = 0;       // largest guaranteed decrease, the criterion's choice
+  size_t first_order = 0;    // largest ⟨G, sO⟩
+  size_t best = 0;           // largest decrease of the loss on the same batch
+  size_t best_held_out = 0;  // largest decrease on the held-out batch
+  bool agrees = false;       // `favoured` is the best, or within noise of it
   bool agrees_held_out = false;
   bool first_order_agrees = false;
 };
 
 struct MatrixResult {
-  std::string name;  // "0.q", "0.qkv", …, "all"
-  double beta =
-      0;  // measured along the three-way update at lr; the criterion takes 0 if it is negative
-  double beta_noise = 0;  // what the noise of the loss makes of it
+  std::string name;       // "0.q", "0.qkv", …, "all"
+  double beta = 0;        // along the three-way update at lr; if negative, the criterion uses 0
+  double beta_noise = 0;  // uncertainty of beta due to noise in the loss
   std::vector<CandidateResult> candidates;
-  std::vector<CriterionCheck> checks;  // one a factor
+  std::vector<CriterionCheck> checks;  // one per factor
 };
 
 struct CheckpointAnalysis {
@@ -58,15 +57,15 @@ struct CheckpointAnalysis {
   int64_t step = 0;
   double lr = 0;
   double loss = 0, held_out_loss = 0;
-  double noise = 0, held_out_noise = 0;  // what one rounding error of the weights does to them
-  std::vector<MatrixResult> matrices;    // Q, K, V and all of every layer, then all layers together
+  double noise = 0, held_out_noise = 0;  // effect of one rounding error in the weights
+  std::vector<MatrixResult> matrices;    // Q, K, V and QKV of each layer, then all layers together
 };
 
-/// `progress`, which may be empty, gets the part that is done.
+/// `progress` gets the fraction done; it may be empty.
 CheckpointAnalysis analyze(
     const AnalyzeOptions& options, const std::function<void(double)>& progress);
 
-/// The one at this factor; an error if there is none.
+/// The entry for this factor; throws if there is none.
 const DirectStep& find_step(const CandidateResult& candidate, double factor, bool rescaled);
 const CriterionCheck& check_at(const MatrixResult& matrix, double factor);
 

@@ -1,5 +1,5 @@
 #pragma once
-// Sequences of a token stream as the model takes them.
+// Sequences of a token stream as input for the model.
 
 #include <torch/types.h>
 
@@ -10,12 +10,12 @@
 
 namespace train {
 
-/// Tokens and, moved by one, targets: [sequences, context] each.
+/// Tokens and targets, which are the tokens shifted by one: [sequences, context] each.
 struct Batch {
   torch::Tensor tokens, targets;
 };
 
-/// The sequences that start there.
+/// Reads the sequences that begin at `starts`.
 Batch read_batch(
     const gpt::TokenStream& stream, const std::vector<int64_t>& starts, int64_t context,
     const torch::Device& device);

@@ -17,7 +17,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kAttentionWeight = "attn.c_attn.weight";
 
-// Every g that divides the heads, but all of them at once.
+// Every g below `heads` that divides it.
 std::string all_sizes(int64_t heads) {
   std::string list;
   for (int64_t g = 1; g < heads; ++g) {
@@ -38,7 +38,7 @@ Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nul
 
 Json to_json(const group_muon::Comparison& comparison) {
   Json json;
-  if (comparison.gain) {
+  if (comparison.gain && comparison.ideal_cost) {
     json["gain"] = number(*comparison.gain);
     json["ideal_cost"] = *comparison.ideal_cost;
   }
@@ -49,7 +49,7 @@ Json to_json(const group_muon::Comparison& comparison) {
   return json;
 }
 
-// "6:random/all" → 6:random for Q and K, all for V; without a slash one for all.
+// "6:random/all" means 6:random for Q and K, all for V. Without a slash the grouping applies to Q, K and V.
 group_muon::QkvGrouping parse_candidate(
     const std::string& text, const gpt::ModelShape& shape, bool share_qk) {
   TORCH_CHECK_VALUE(!text.empty(), "a grouping is missing between two commas");
@@ -145,7 +145,7 @@ std::vector<std::vector<Measured>> measure_weights(
     }
     directions.push_back({gradient, group_muon::look_ahead(weight, options)});
   }
-  // Decompositions of small matrices keep one thread busy each.
+  // A decomposition of a small matrix uses only one thread, so run them in parallel.
   const auto tensors = static_cast<int64_t>(2 * weights.size());
   const auto count = tensors * static_cast<int64_t>(candidates.size());
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {

@@ -27,7 +27,7 @@ constexpr const char* kStateFile = "/state.json";
 constexpr const char* kTiedHead = "lm_head.weight";
 constexpr const char* kEmbedding = "transformer.wte.weight";
 
-// The head is the embedding; both names are written, for those who load them strictly.
+// The head is the embedding. Both names are written, for programs that load strictly.
 NamedTensors weights_of(const gpt::Model& model) {
   NamedTensors weights;
   for (const auto& item : model.named_parameters()) weights.emplace_back(item.key(), item.value());
@@ -35,8 +35,8 @@ NamedTensors weights_of(const gpt::Model& model) {
   return weights;
 }
 
-// Calls visit(name of the tensor in the file, tensor) for all that the optimizers remember of the
-// model's weights, which is made if it is not there yet.
+// Calls visit(name of the tensor in the file, tensor) for all optimizer state of the model's weights. Creates missing
+// state.
 template <typename Visit>
 void for_each_buffer(const gpt::Model& model, group_muon::Optimizers& optimizers, Visit&& visit) {
   const auto fresh = [](const Tensor& parameter) { return at::zeros_like(parameter); };
@@ -103,7 +103,7 @@ ordered_json shape_json(const gpt::ModelShape& shape) {
           {"width", shape.width},   {"context", shape.context}, {"vocabulary", shape.vocabulary}};
 }
 
-// The step in a checkpoint's name, or -1: "step-" and six digits or more, nothing else.
+// The step in a checkpoint's name, "step-" followed by at least six digits; -1 for other names.
 int64_t step_of(const fs::path& path) {
   constexpr std::string_view kPrefix = "step-";
   const std::string name = path.filename().string();
@@ -116,19 +116,20 @@ int64_t step_of(const fs::path& path) {
 
 ordered_json read_json(const std::string& path) {
   const auto json = ordered_json::parse(read_text(path), nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: no JSON");
+  TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: not valid JSON");
   return json;
 }
 
-// Tensors of one shape may mean different heads.
+// Checks more than tensor shapes: the same shape can mean different heads.
 void require_same_model(const std::string& checkpoint, const gpt::ModelShape& shape) {
   const auto json = read_json(checkpoint + kStateFile);
-  if (!json.contains("model")) return;  // written before models were recorded
+  if (!json.contains("model")) return;  // from a version that did not record the model
   const auto wanted = shape_json(shape);
   for (const auto& [name, value] : wanted.items()) {
     TORCH_CHECK_VALUE(
         json["model"].value(name, value) == value, "checkpoint '", checkpoint,
-        "' is of another model: ", name, " = ", json["model"][name].dump(), ", not ", value.dump());
+        "' is from a different model: ", name, " = ", json["model"][name].dump(), ", not ",
+        value.dump());
   }
 }
 
@@ -186,12 +187,12 @@ std::string save_checkpoint(
 Place locate(const std::string& path) {
   fs::path place = normal_path(path);
   if (fs::exists(place / "config.toml")) return {place.string(), ""};
-  // RUN/checkpoints/step-000125, perhaps given from within
+  // RUN/checkpoints/step-000125, possibly relative to a folder inside the run
   if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
   const fs::path run = place.parent_path().parent_path();
   TORCH_CHECK_VALUE(
       place.parent_path().filename() == "checkpoints" && fs::exists(run / "config.toml"), "'", path,
-      "' holds no run (there is no config.toml)");
+      "' contains no run (there is no config.toml)");
   TORCH_CHECK_VALUE(
       fs::is_directory(place) && step_of(place) >= 0, "there is no checkpoint '", path, "'");
   return {run.string(), place.string()};
@@ -220,7 +221,7 @@ std::string best_checkpoint(const std::vector<std::string>& checkpoints) {
       lowest = *loss;
       best = path;
     } catch (const std::exception&) {
-      continue;  // damaged: not the best
+      continue;  // skip a damaged one
     }
   }
   return best;
@@ -232,7 +233,7 @@ void prune_checkpoints(const std::string& run, int64_t keep) {
   for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) {
     if (all[i] != best) delete_folder(all[i]);
   }
-  std::vector<fs::path> unfinished;  // by a process that was killed
+  std::vector<fs::path> unfinished;  // left by a killed process
   for (const auto& entry : fs::directory_iterator(run + "/checkpoints")) {
     const std::string name = entry.path().filename().string();
     if (name.rfind("writing-", 0) == 0 || name.rfind("deleting-", 0) == 0) {
@@ -267,7 +268,7 @@ void require_whole(
   const std::string whole = newest_whole(others, weights_only);
   TORCH_CHECK_VALUE(
       false, "checkpoint '", checkpoint, "' is damaged (", why, "); ",
-      whole.empty() ? "no other is whole" : c10::str("another is whole, ", offer, whole));
+      whole.empty() ? "no other is intact" : c10::str("another is intact: ", offer, whole));
 }
 
 std::string damage(const std::string& checkpoint, bool weights_only) {
@@ -275,12 +276,12 @@ std::string damage(const std::string& checkpoint, bool weights_only) {
     const auto json = read_json(checkpoint + kStateFile);
     for (const auto& [name, facts] : json.at("files").items()) {
       if (weights_only && name != kModelFile + 1) continue;
-      const std::string path = checkpoint + "/" + name;
+      const std::string path = (fs::path(checkpoint) / name).string();
       if (!fs::exists(path)) return name + " is missing";
       if (fs::file_size(path) != facts.at("bytes").get<uint64_t>())
-        return name + " has another size";
+        return name + " has the wrong size";
       if (crc32c_of_file(path) != facts.at("crc32c").get<uint32_t>()) {
-        return name + " has another checksum";
+        return name + " has the wrong checksum";
       }
     }
     read_state(checkpoint);
@@ -314,7 +315,7 @@ void load_weights(const std::string& path, gpt::Model& model) {
     const std::string newest = newest_whole(list_checkpoints(path), /*weights_only=*/true);
     TORCH_CHECK_VALUE(
         fs::exists(own) || !newest.empty(), "'", path,
-        "' has no weights: neither a checkpoint, nor ", "a run with one");
+        "' has no weights: it is neither a checkpoint ", "nor a run with one");
     file = fs::exists(own) ? own : newest + kModelFile;
   }
   const auto tensors = load_tensors(file);

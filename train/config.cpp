@@ -18,112 +18,124 @@ constexpr auto kFree = OnChange::kFree;
 std::vector<Key> make_keys() {
   using C = Config;
   return {
-      {"model", "layers", &C::layers, "Blocks"},
-      {"model", "heads", &C::heads, "Query heads a block; they divide the width"},
-      {"model", "kv-heads", &C::kv_heads, "Key and value heads; 0: as heads", 0},
+      {"model", "layers", &C::layers, "Number of transformer blocks"},
+      {"model", "heads", &C::heads, "Number of query heads per block; must divide the width"},
+      {"model", "kv-heads", &C::kv_heads, "Number of key and value heads; 0: same as heads", 0},
       {"model", "width", &C::width, "Size of the residual stream"},
-      {"model", "context", &C::context, "Tokens in a sequence"},
+      {"model", "context", &C::context, "Sequence length in tokens"},
       {"model", "vocabulary", &C::vocabulary,
-       "Entries; 0: those of the data's vocabulary.tiktoken, or else GPT-2's 50257", 0},
+       "Vocabulary size; 0: from the data's vocabulary.tiktoken, or GPT-2's 50257 without one", 0},
       {"model", "precision", &C::precision,
-       "Of matrix products: bf16, fp32, or auto: bf16 where the hardware has it; weights are fp32"},
+       "Precision of matrix products (weights are fp32): bf16, fp32, or auto (bf16 if the "
+       "hardware has it)"},
       {"model", "init", &C::init,
-       "A run, a checkpoint or a safetensors file to begin with; empty: random weights"},
+       "Run, checkpoint or safetensors file with initial weights; empty: random weights"},
 
       {"data", "data", &C::data, "Folder with *train*.bin and *val*.bin shards", 1, kFree},
-      {"data", "batch", &C::batch, "Sequences a step"},
+      {"data", "batch", &C::batch, "Sequences per step"},
       {"data", "micro-batch", &C::micro_batch,
-       "Sequences at a time, gradients add up; 0: about 4096 tokens", 0, kRounding},
+       "Sequences per forward and backward pass (gradients add up); 0: about 4096 tokens", 0,
+       kRounding},
       {"data", "shuffle", &C::shuffle,
-       "Read the first epoch, too, in an order drawn from the seed; false: as the shards have it"},
+       "Shuffle the first epoch too, by the seed; false: first epoch in shard order"},
 
       {"muon", "qkv", &C::qkv,
-       "split: Q, K and V separately, in head groups; packed: one matrix, no groups"},
+       "split: Q, K and V separately, in head groups; packed: QKV as one matrix, no groups"},
       {"muon", "qk-group", &C::qk_group,
        "Head groups of Q and K: all, 2, 3:interval, 6:random, or a schedule 1@0,6:random@2000"},
-      {"muon", "k-group", &C::k_group, "Head groups of K where they differ; empty: as qk-group"},
-      {"muon", "v-group", &C::v_group, "Head groups of V"},
-      {"muon", "share-qk", &C::share_qk, "Q and K of a layer draw the same random groups"},
-      {"muon", "muon-lr", &C::muon_lr, "Learning rate of the blocks' matrices"},
-      {"muon", "momentum", &C::momentum, "In [0, 1)"},
+      {"muon", "k-group", &C::k_group, "Head groups of K if different; empty: same as qk-group"},
+      {"muon", "v-group", &C::v_group, "Head groups of V, in the same form as qk-group"},
+      {"muon", "share-qk", &C::share_qk, "Use the same random groups for Q and K of a layer"},
+      {"muon", "muon-lr", &C::muon_lr, "Learning rate of the transformer blocks' matrices"},
+      {"muon", "momentum", &C::momentum, "Momentum coefficient μ, in [0, 1)"},
       {"muon", "nesterov", &C::nesterov, "Orthogonalize G + μM instead of M"},
-      {"muon", "average", &C::average, "Momentum as average μM + (1-μ)G instead of as sum μM + G"},
-      {"muon", "muon-weight-decay", &C::muon_weight_decay, "Decoupled"},
+      {"muon", "average", &C::average,
+       "Momentum as an average, μM + (1-μ)G, instead of a sum, μM + G"},
+      {"muon", "muon-weight-decay", &C::muon_weight_decay,
+       "Decoupled weight decay of the transformer blocks' matrices"},
       {"muon", "method", &C::method,
-       "newton_schulz, gram, accurate_gram, exact, or auto: gram where an engine of our own runs"},
-      {"muon", "coefficients", &C::coefficients, "quintic, polar_express or you_jiacheng"},
-      {"muon", "iterations", &C::iterations, "Newton-Schulz iterations"},
+       "Orthogonalization: newton_schulz, gram, accurate_gram, exact or auto (gram unless "
+       "engine is portable)"},
+      {"muon", "coefficients", &C::coefficients,
+       "Polynomials of the iterations: quintic, polar_express or you_jiacheng"},
+      {"muon", "iterations", &C::iterations, "Number of Newton-Schulz iterations"},
       {"muon", "muon-precision", &C::muon_precision,
-       "Of the iterations: bfloat16, float32, float64, or auto: bfloat16 where the hardware has "
-       "it"},
-      {"muon", "eps", &C::eps, "Guards the division by a block's norm"},
+       "Precision of the iterations: bfloat16, float32, float64, or auto (bfloat16 if the "
+       "hardware has it)"},
+      {"muon", "muon-engine", &C::muon_engine,
+       "Code for the optimizer; auto: as engine if it fits muon-precision, else the CPU's best", 1,
+       kRounding},
+      {"muon", "eps", &C::eps, "Guard against division by zero when normalizing a block"},
       {"muon", "relative-eps", &C::relative_eps, "Divide by norm·(1 + eps); false: by norm + eps"},
       {"muon", "base-scale", &C::base_scale,
-       "Factor on the learning rate by shape: naive, keller_jordan, mup, moonlight, sqrt_max"},
+       "Learning-rate factor by shape: naive, keller_jordan, mup, moonlight or sqrt_max"},
       {"muon", "transfer", &C::transfer,
-       "Rule from the reference shape to a block's: same (as base-scale), or one of its names"},
+       "Rule from the reference shape to a block's: same (as base-scale), or a base-scale name"},
       {"muon", "reference", &C::reference,
-       "The shape the learning rate is meant for: segment (Q, K or V) or matrix"},
+       "Shape the learning rate is meant for: segment (Q, K or V) or matrix"},
 
-      {"adamw", "adamw-lr", &C::adamw_lr, "Learning rate of the embedding, which is the head too"},
-      {"adamw", "adamw-beta1", &C::adamw_beta1, "Decay of the mean"},
-      {"adamw", "adamw-beta2", &C::adamw_beta2, "Decay of the mean square"},
-      {"adamw", "adamw-eps", &C::adamw_eps, "Added to the root of the mean square"},
-      {"adamw", "adamw-weight-decay", &C::adamw_weight_decay, "Decoupled"},
+      {"adamw", "adamw-lr", &C::adamw_lr,
+       "Learning rate of the embedding, which is also the output head"},
+      {"adamw", "adamw-beta1", &C::adamw_beta1, "Decay rate of the mean gradient"},
+      {"adamw", "adamw-beta2", &C::adamw_beta2, "Decay rate of the mean squared gradient"},
+      {"adamw", "adamw-eps", &C::adamw_eps, "Added to the root of the mean squared gradient"},
+      {"adamw", "adamw-weight-decay", &C::adamw_weight_decay,
+       "Decoupled weight decay of the embedding"},
 
-      {"schedule", "steps", &C::steps, "Optimizer steps"},
-      {"schedule", "warmup", &C::warmup, "Steps over which learning rates rise; 0: none", 0},
-      {"schedule", "warmdown", &C::warmdown, "Last steps, over which they fall linearly to 0", 0},
-      {"schedule", "clip", &C::clip, "Scale gradients down to this global norm; 0: never"},
-      {"schedule", "seed", &C::seed, "Of weights, random groups and the order of later epochs", 0},
+      {"schedule", "steps", &C::steps, "Number of optimizer steps"},
+      {"schedule", "warmup", &C::warmup,
+       "First steps, over which learning rates rise linearly; 0: none", 0},
+      {"schedule", "warmdown", &C::warmdown,
+       "Last steps, over which learning rates fall linearly to 0; 0: none", 0},
+      {"schedule", "clip", &C::clip, "Scale gradients down to this global norm; 0: no clipping"},
+      {"schedule", "seed", &C::seed, "Seed of initial weights, random groups and data order", 0},
       {"schedule", "perturb", &C::perturb,
-       "Another run but for noise: each initial weight moves by one rounding error, by this seed; "
-       "0: none",
+       "Move each initial weight by one rounding error, drawn from this seed, to measure noise; "
+       "0: off",
        0},
 
       {"validation", "validation-interval", &C::validation_interval,
-       "Steps from one validation to the next; also before the first and after the last step"},
+       "Steps between validations; also validates before the first and after the last step"},
       {"validation", "validation-tokens", &C::validation_tokens,
-       "Tokens to validate on, always the same: the first of the split"},
+       "Number of tokens to validate on: always the first of the split"},
       {"validation", "validation-precision", &C::validation_precision,
-       "bf16, fp32, or auto: as precision"},
+       "Precision of validation: bf16, fp32, or auto (same as precision)"},
 
       {"diagnostics", "diagnose-every", &C::diagnose_every,
-       "Steps from one measurement of gain and cost of head groups to the next; 0: none", 0, kFree},
+       "Steps between measurements of the gain and cost of head groups; 0: never", 0, kFree},
       {"diagnostics", "diagnose-groups", &C::diagnose_groups,
-       "Groupings of Q, K and V to measure, as 1,6:random,6:random/all (V whole); empty: every "
-       "size, at random",
+       "Groupings to measure, such as 1,6:random,6:random/all (V whole); empty: every size, random",
        1, kFree},
       {"diagnostics", "diagnose-exact", &C::diagnose_exact,
-       "By singular values instead of eigenvalues of XXᵀ, which are exact to 3e-7 of the largest",
-       1, kFree},
+       "Use exact singular values; false: estimates from XXᵀ, good to 3e-7 of the largest", 1,
+       kFree},
 
-      {"run", "out", &C::out, "Folder of the run; empty: runs/ and the time"},
+      {"run", "out", &C::out, "Folder of the run; empty: runs/ plus the time"},
       {"run", "checkpoint-interval", &C::checkpoint_interval,
-       "Steps from one checkpoint to the next; 0: only after the last step", 0, kFree},
-      {"run", "keep", &C::keep, "Newest checkpoints to keep, besides the best", 1, kFree},
-      {"run", "log-interval", &C::log_interval, "Steps from one plain line to the next", 1, kFree},
-      {"run", "device", &C::device, "cpu or cuda", 1, kRounding},
+       "Steps between checkpoints; 0: only after the last step", 0, kFree},
+      {"run", "keep", &C::keep, "Number of newest checkpoints to keep, plus the best", 1, kFree},
+      {"run", "log-interval", &C::log_interval,
+       "Steps between log lines when the output is not a terminal", 1, kFree},
+      {"run", "device", &C::device, "Device: cpu or cuda", 1, kRounding},
       {"run", "engine", &C::engine,
-       "Code for the model and the Gram methods: portable (libtorch), our own for a kind of CPU "
-       "(neon, avx2, "
-       "avx512, avx512_bf16), or auto: the CPU's best",
+       "Code for model and Gram methods: portable (libtorch), neon, avx2, avx512, avx512_bf16, or "
+       "auto (best)",
        1, kRounding},
-      {"run", "threads", &C::threads, "0: all cores", 0, kRounding},
+      {"run", "threads", &C::threads, "Number of threads; 0: one per core", 0, kRounding},
   };
 }
 
-// What runs of before there were several engines say: native or portable.
+// Key in runs from before there were several engines; its values are native and portable.
 constexpr const char* kOldEngineKey = "kernels";
 
-// The present name of a value that runs of earlier versions may have.
+// The current name of a value that runs of earlier versions may contain.
 std::string renamed(std::string_view key, const std::string& value) {
   if (key == "qkv" && value == "three-way") return "split";
   if (key == "coefficients" && value == "you") return "you_jiacheng";
   return value;
 }
 
-// Levenshtein's distance.
+// Levenshtein distance.
 size_t edits(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -139,7 +151,7 @@ size_t edits(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-// Numbers are read and shown so that they come back the same.
+// Numbers survive a round trip through text exactly.
 template <typename Number>
 Number parse_number(const Key& key, const std::string& text, const char* kind) {
   Number value{};
@@ -180,7 +192,7 @@ std::string quoted(const std::string& text) {
 }
 
 Options options_of(const toml::table& file) {
-  for (const auto& [section, content] : file) {  // nothing in it is unknown or out of place
+  for (const auto& [section, content] : file) {  // reject unknown and misplaced keys
     const auto* table = content.as_table();
     if (table == nullptr) {
       TORCH_CHECK_VALUE(
@@ -231,7 +243,7 @@ const Key& find_key(std::string_view name) {
     if (name == key.name) return key;
     names.emplace_back(key.name);
   }
-  TORCH_CHECK_VALUE(name != kOldEngineKey, "the option '", kOldEngineKey, "' is now 'engine'");
+  TORCH_CHECK_VALUE(name != kOldEngineKey, "option '", kOldEngineKey, "' was renamed to 'engine'");
   const std::string near = nearest(name, names);
   TORCH_CHECK_VALUE(
       false, "there is no option '", name, "'",
@@ -243,13 +255,13 @@ std::string text_of(const toml::node& node, const std::string& name) {
   if (const auto* number = node.as_integer()) return show_number(number->get());
   if (const auto* number = node.as_floating_point()) return show_number(number->get());
   if (const auto* value = node.as_boolean()) return value->get() ? "true" : "false";
-  TORCH_CHECK_VALUE(false, name, " should be a text, a number, true or false");
+  TORCH_CHECK_VALUE(false, name, " should be a string, a number, true or false");
 }
 
 Options read_options(const std::string& path) {
   return read_toml(path, [](const toml::table& file) {
     const Options options = options_of(file);
-    configure(options);  // so that an error of a value names the file
+    configure(options);  // errors in values then name the file
     return options;
   });
 }
@@ -308,9 +320,8 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
         before);
     notes.push_back(
         c10::str(
-            key.name, " was ", before, " and is ", now, ": the run goes on, but not bit for bit",
-            std::string_view(key.name) == "engine" ? "; --engine auto chooses anew elsewhere"
-                                                   : ""));
+            key.name, " changed from ", before, " to ", now,
+            ": the run continues, but not bit for bit"));
   }
   return notes;
 }
@@ -339,7 +350,7 @@ std::string to_toml(const Config& config) {
     same = false;
   }
   TORCH_CHECK_VALUE(
-      same, "a path or text has characters that a TOML file cannot hold (not UTF-8?)");
+      same, "a path or string has characters that a TOML file cannot hold (not UTF-8?)");
   return text;
 }
 

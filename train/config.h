@@ -1,6 +1,6 @@
 #pragma once
-// What a training run is: every option once, with default, help, and its place in a TOML file. The
-// same names are the flags of `group-muon train`.
+// All options of a training run. Each is declared once, with its default, help and section in a TOML file. The flags
+// of `group-muon train` have the same names.
 
 #include <cstdint>
 #include <string>
@@ -42,6 +42,7 @@ struct Config {
   std::string coefficients = "quintic";
   int64_t iterations = 5;
   std::string muon_precision = "auto";
+  std::string muon_engine = "auto";
   double eps = 1e-7;
   bool relative_eps = true;
   std::string base_scale = "sqrt_max";
@@ -80,11 +81,11 @@ struct Config {
   bool operator==(const Config&) const = default;
 };
 
-/// What becomes of a run that is resumed with another value.
+/// What happens when a run is resumed with a different value.
 enum class OnChange {
-  kRefused,   // it would be another run
-  kRounding,  // the same run up to rounding
-  kFree,      // the same run to the bit
+  kRefused,   // rejected: it would be a different run
+  kRounding,  // the same run, up to rounding
+  kFree,      // the same run, bit for bit
 };
 
 using Member =
@@ -95,37 +96,37 @@ struct Key {
   const char* name;
   Member member;
   const char* help;
-  int64_t least = 1;  // of whole numbers; other numbers are 0 or more
+  int64_t least = 1;  // minimum of an integer; other numbers must be 0 or more
   OnChange on_change = OnChange::kRefused;
 };
 
-/// All keys, in the order of a file.
+/// All keys, in file order.
 const std::vector<Key>& config_keys();
 
-/// The key of that name, or an error with the nearest name.
+/// The key with this name. If there is none, the error suggests the nearest name.
 const Key& find_key(std::string_view name);
 
-/// Keys and texts as given on a command line or in a file, in order.
+/// Keys and values, as text, in the order given on a command line or in a file.
 using Options = std::vector<std::pair<std::string, std::string>>;
 
-/// What a TOML file says: tables are sections, keys are those of config_keys(), in their order.
+/// The options in a TOML file, in the order of config_keys(). Tables are sections.
 Options read_options(const std::string& path);
 
-/// Sets a key from text, or throws an error that names it.
+/// Sets a key from text. Errors name the key.
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
 
-/// The config with these options; the later ones win. `qkv = packed` undoes head groups set before.
+/// Applies the options to the config; later ones win. `qkv = packed` clears head groups set before it.
 Config configure(const Options& options, Config config = {});
 
-/// Whether a run that was `was` may go on as `is`: refuses, by name, what would make it another run,
-/// and returns notes on what changes rounding.
+/// Checks that a run with config `was` can be resumed with config `is`. Rejects changes that would make it a
+/// different run, naming the key, and returns notes on changes that affect rounding.
 std::vector<std::string> compare_for_resume(const Config& was, const Config& is);
 
-/// All keys with sections and help, as a TOML file. Refuses texts that such a file cannot hold.
+/// All keys as a TOML file, with sections and help. Rejects strings that TOML cannot hold.
 std::string to_toml(const Config& config);
 
-/// The candidate with the fewest edits, or "" if none is near.
+/// The candidate with the smallest edit distance, or "" if none is close.
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace train

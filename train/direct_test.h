@@ -1,5 +1,5 @@
 #pragma once
-// What one step along an update really does to the loss, from the same weights for every candidate.
+// The actual change of the loss after one step along an update, from the same weights for every candidate.
 
 #include <torch/types.h>
 
@@ -12,40 +12,40 @@
 
 namespace train {
 
-/// On the batch of the gradient, and on another one.
+/// Losses on the gradient's own batch and on a held-out batch.
 struct Losses {
   double same = 0;
   double held_out = 0;
 };
 
-/// Rows of the weight of that number.
+/// Rows of a weight, given by its index.
 struct Piece {
   size_t weight = 0;
   int64_t first = 0;
   int64_t rows = 0;
 };
 
-/// What is changed together: one matrix, or all.
+/// What a step changes together: one matrix, or several.
 struct Region {
   std::string name;
   std::vector<Piece> pieces;
 };
 
-/// One step along one candidate's update, on the rows of one matrix or on all of them together.
+/// One step along one candidate's update, in one region.
 struct DirectStep {
-  double factor = 1;             // on the learning rate
-  bool rescaled = false;         // to the norm of the three-way update
+  double factor = 1;             // multiple of the learning rate
+  bool rescaled = false;         // rescaled to the norm of the three-way update
   double norm = 0;               // ‖Δ‖ of the step
   double first_order = 0;        // ⟨G, Δ⟩
-  double decrease = 0;           // of the loss on the batch of the gradient
-  double held_out_decrease = 0;  // and on another one
+  double decrease = 0;           // decrease of the loss on the gradient's batch
+  double held_out_decrease = 0;  // decrease of the loss on the held-out batch
   double curvature = 0;          // β = 2(L(W-Δ) - L(W) + ⟨G, Δ⟩) / ‖Δ‖²
 };
 
-/// Steps are tried one at a time; after each, and when it goes, weights are to the bit as before.
+/// Tries steps one at a time. After each step, and in the destructor, the weights are restored bit for bit.
 class DirectTest {
  public:
-  /// `losses` are those of the weights as they are when it is called.
+  /// `losses` computes the losses at the current weights.
   DirectTest(
       const std::vector<AttentionWeight>& weights, const std::vector<Candidate>& candidates,
       double lr, std::function<Losses()> losses);
@@ -55,7 +55,7 @@ class DirectTest {
 
   const Losses& before() const { return before_; }
 
-  /// Root mean square of what one rounding error of these weights does: smaller differences mean nothing.
+  /// Root mean square change of the losses from one rounding error in these weights. Smaller differences are noise.
   Losses noise();
 
   DirectStep step(const Region& region, size_t candidate, double factor, bool rescaled);

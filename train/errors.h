@@ -1,5 +1,5 @@
 #pragma once
-// Errors in words.
+// Error messages.
 
 #include <c10/util/Exception.h>
 
@@ -8,7 +8,7 @@
 
 namespace train {
 
-/// What an error says, of torch's own without the stack.
+/// The error's message; for torch errors without the stack trace.
 inline std::string message_of(const std::exception& error) {
   const auto* own = dynamic_cast<const c10::Error*>(&error);
   return own != nullptr ? own->what_without_backtrace() : error.what();

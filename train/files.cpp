@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
   throw std::runtime_error("'" + path + "' " + what + ": " + std::strerror(errno));
 }
 
-// Tables to take eight bytes at a time: table[k][b] is the CRC of byte b followed by k zero bytes.
+// Tables for processing eight bytes at a time: table[k][b] is the CRC of byte b followed by k zero bytes.
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 Tables make_tables() {
@@ -127,7 +127,7 @@ void make_folder(const std::string& path) {
   fs::create_directories(path, error);
   if (!error && fs::is_directory(path)) return;
   if (error) errno = error.value();
-  fail(path, "cannot be made");
+  fail(path, "cannot be created");
 }
 
 void replace_folder(const std::string& fresh, const std::string& path) {
@@ -136,10 +136,10 @@ void replace_folder(const std::string& fresh, const std::string& path) {
     return;
   }
   if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) {
-    fs::remove_all(fresh);  // the old one
+    fs::remove_all(fresh);  // now holds the old contents
     return;
   }
-  delete_folder(path);  // this file system cannot exchange
+  delete_folder(path);  // this file system has no RENAME_EXCHANGE
   if (::rename(fresh.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
 }
 
@@ -160,7 +160,7 @@ void sync_folder(const std::string& folder) {
 }
 
 FolderLock::FolderLock(const std::string& folder)
-    // A file, not the folder itself: only that is locked for other machines, too, on a network file system.
+    // Locks a file, not the folder: on a network file system only file locks reach other machines.
     : descriptor_(::open((folder + kLockFile).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
   if (descriptor_ < 0) fail(folder, "cannot be locked");
   if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
@@ -176,7 +176,7 @@ FolderLock::FolderLock(const std::string& folder)
 FolderLock::~FolderLock() { ::close(descriptor_); }
 
 bool is_locked(const std::string& folder) {
-  // For reading, so that one can look at runs that one may not write to.
+  // Opened for reading, so that it works without write access to the run.
   const int descriptor = ::open((folder + kLockFile).c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) return false;
   const bool busy = ::flock(descriptor, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;

@@ -1,5 +1,5 @@
 #pragma once
-// Writing files so that a crash or a full disk leaves either the old or the new one, whole.
+// Safe file writing: after a crash or on a full disk, either the old or the new file is there, complete.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace train {
 
-/// CRC-32C of `bytes` after those that gave `crc`; 0 to begin with.
+/// CRC-32C of `bytes`, continuing from `crc` of the bytes before; start with 0.
 uint32_t crc32c(uint32_t crc, const void* bytes, size_t count);
 
 /// The CRC-32C of a whole file.
 uint32_t crc32c_of_file(const std::string& path);
 
-/// A file being written. What goes wrong, a full disk too, is an error that names the file.
+/// A file being written. Errors, including a full disk, name the file.
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path, bool append = false);
@@ -26,7 +26,7 @@ class OutputFile {
 
   void write(const void* bytes, size_t count);
   void write(std::string_view text) { write(text.data(), text.size()); }
-  /// To the disk itself; after this a crash of the machine does not lose it.
+  /// Flushes to disk. The data then survives a crash of the machine.
   void sync();
 
   int64_t bytes() const { return bytes_; }
@@ -39,30 +39,30 @@ class OutputFile {
   uint32_t crc_ = 0;
 };
 
-/// Puts `text` in the file's place: written beside it, synced, renamed.
+/// Replaces the file's contents atomically: writes a temporary file, syncs it and renames it.
 void replace_file(const std::string& path, std::string_view text);
 
-/// Without . and .. where that is possible, and without a slash at the end.
+/// The path without . and .. (where possible) and without a trailing slash.
 std::string normal_path(const std::string& path);
 
-/// Makes a folder and those above it; no harm if it is there.
+/// Creates a folder and its parents, if missing.
 void make_folder(const std::string& path);
 
-/// Puts folder `fresh` in the place of folder `path`, in one step where the file system can.
+/// Replaces folder `path` with folder `fresh`, atomically if the file system supports it.
 void replace_folder(const std::string& fresh, const std::string& path);
 
-/// Deletes a folder so that no part of it is ever seen under its name.
+/// Deletes a folder by renaming it first, so a partial folder never appears under its name.
 void delete_folder(const std::string& path);
 
-/// Makes renames within the folder last.
+/// Flushes renames within the folder to disk.
 void sync_folder(const std::string& folder);
 
-/// Another process has the folder.
+/// Thrown if another process has locked the folder.
 struct FolderBusy : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Keeps other processes out of a folder as long as it lives, or the process does, by a lock on its file "lock".
+/// Keeps other processes out of a folder until destroyed or the process ends. Locks the file "lock" in the folder.
 class FolderLock {
  public:
   explicit FolderLock(const std::string& folder);
@@ -74,10 +74,11 @@ class FolderLock {
   int descriptor_;
 };
 
-/// Whether a process has the folder, as far as one may look. To find out keeps others out for a moment if it is free.
+/// Whether a process has locked the folder; false if the lock file cannot be read. The check itself locks a free
+/// folder for a moment.
 bool is_locked(const std::string& folder);
 
-/// The lock as soon as it is free, or null if it is not within `seconds`.
+/// Waits for the lock. Returns null if it is not free within `seconds`.
 std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds);
 
 std::string read_text(const std::string& path);

@@ -1,5 +1,5 @@
 #pragma once
-// The machine a run is on: facts for its record, and the speed to measure it against.
+// The machine a run is on: facts for the run's record, and its peak speed for comparison.
 
 #include <torch/types.h>
 
@@ -10,11 +10,11 @@
 
 namespace train {
 
-/// Host, processor, cores, torch, the commit this program was built from.
+/// Host, processor, cores, threads, torch version, and the commit this program was built from.
 nlohmann::ordered_json machine_facts();
 
-/// Floating-point operations a second of a large matrix product in this precision, the best of a quarter second: of
-/// libtorch's and, if it computes in the precision, the engine's.
+/// FLOP/s of a large matrix product in this precision: the best of libtorch's product and, if it computes in the
+/// precision, the engine's. Each is timed for an eighth of a second.
 double gemm_peak(
     group_muon::Engine engine, torch::ScalarType precision, const torch::Device& device);
 

@@ -1,5 +1,5 @@
 #pragma once
-// The record of a run: metrics.jsonl, a line a step or validation, and the same for TensorBoard.
+// The record of a run: metrics.jsonl, with one line per step or validation, and the same values for TensorBoard.
 
 #include <cstdint>
 #include <functional>
@@ -12,21 +12,21 @@
 
 namespace train {
 
-/// The file's path, after all lines are gone but those whole ones that `keep` wants: (step, has a validation loss).
+/// Removes incomplete lines and those for which `keep(step, has a validation loss)` is false. Returns the path.
 std::string cut_back(const std::string& path, const std::function<bool(int64_t, bool)>& keep);
 
 class MetricsLog {
  public:
-  /// Begins anew in `folder`.
+  /// Starts a new log in `folder`.
   explicit MetricsLog(const std::string& folder) : MetricsLog(folder, -1, true) {}
-  /// Goes on after `step`, which was validated already or not: what the log says beyond that, by a
-  /// run that was cut off, is dropped.
+  /// Continues after `step`. Drops later lines, which an interrupted run may have left, and the validation of `step`
+  /// unless it was `validated`.
   MetricsLog(const std::string& folder, int64_t step, bool validated);
-  /// `words` are in the file alone.
+  /// `words` go only to metrics.jsonl, not to TensorBoard.
   void write(
       int64_t step, const std::vector<std::pair<std::string, double>>& values,
       const std::vector<std::pair<std::string, std::string>>& words = {});
-  /// To the disk itself.
+  /// Flushes metrics.jsonl to disk.
   void sync() { lines_.sync(); }
 
  private:

@@ -11,7 +11,7 @@
 namespace train {
 namespace {
 
-// Calls action; an error starts with `prefix` instead of the library's own.
+// Calls action. Errors start with `prefix` instead of the library's prefix.
 template <typename Action>
 void with_prefix(const std::string& prefix, Action&& action) {
   try {
@@ -48,15 +48,23 @@ void check_range(const char* key, int64_t value, int64_t least, int64_t most) {
       value);
 }
 
-// The optimizer's: the run's, or portable where that does not compute in the optimizer's precision.
-std::string muon_engine(const Config& config) {
+void check_engine_name(const char* key, const std::string& value) {
+  check_choice(key, value, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
+}
+
+// The optimizer's options that depend on the machine, resolved for this one.
+group_muon::OrthogonalizeOptions muon_on(const torch::Device& device, const Config& config) {
+  group_muon::OrthogonalizeOptions options;
+  options.method = group_muon::parse_method(config.method);
+  options.precision = group_muon::parse_precision(config.muon_precision);
+  options.engine = group_muon::parse_engine(config.muon_engine);
   const auto engine = group_muon::parse_engine(config.engine);
-  const auto precision = group_muon::parse_precision(config.muon_precision);
-  if (engine == group_muon::Engine::kAuto || precision == group_muon::kAutoPrecision ||
-      group_muon::computes_in(engine, precision)) {
-    return config.engine;
+  if (options.engine == group_muon::Engine::kAuto && engine != group_muon::Engine::kAuto &&
+      (options.precision == group_muon::kAutoPrecision ||
+       group_muon::computes_in(engine, options.precision))) {
+    options.engine = engine;
   }
-  return "portable";
+  return group_muon::resolved(options, device);
 }
 
 void check_fraction(const char* key, double value) {
@@ -66,7 +74,7 @@ void check_fraction(const char* key, double value) {
 }  // namespace
 
 void check(const Config& config) {
-  constexpr int64_t kMost = int64_t{1} << 31;  // products of any two still fit
+  constexpr int64_t kMost = int64_t{1} << 31;  // the product of any two fits in int64_t
   for (const auto& key : config_keys()) {
     if (const auto* member = std::get_if<int64_t Config::*>(&key.member)) {
       check_range(key.name, config.**member, key.least, kMost);
@@ -78,15 +86,15 @@ void check(const Config& config) {
   }
   check_range("threads", config.threads, 0, 1024);
   TORCH_CHECK_VALUE(
-      config.warmup + config.warmdown <= config.steps, "warmup and warmdown should fit into ",
-      config.steps, " steps, but they are ", config.warmup, " and ", config.warmdown,
-      "; give --warmup and --warmdown too");
+      config.warmup + config.warmdown <= config.steps, "warmup + warmdown should be at most ",
+      config.steps, " steps, not ", config.warmup, " + ", config.warmdown,
+      "; set --warmup and --warmdown as well");
   check_fraction("momentum", config.momentum);
   check_fraction("adamw-beta1", config.adamw_beta1);
   check_fraction("adamw-beta2", config.adamw_beta2);
   check_choice("device", config.device, {"cpu", "cuda"});
-  check_choice(
-      "engine", config.engine, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
+  check_engine_name("engine", config.engine);
+  check_engine_name("muon-engine", config.muon_engine);
   check_choice("precision", config.precision, {"auto", "bf16", "fp32"});
   check_choice("validation-precision", config.validation_precision, {"auto", "bf16", "fp32"});
   check_choice("qkv", config.qkv, {"split", "packed"});
@@ -97,7 +105,7 @@ void check(const Config& config) {
     TORCH_CHECK_VALUE(
         config.qk_group == "all" && config.k_group.empty() && config.v_group == "all" &&
             !config.share_qk,
-        "qkv = packed has no head groups; leave qk-group, k-group, v-group and share-qk away");
+        "qkv = packed has no head groups; remove qk-group, k-group, v-group and share-qk");
   } else {
     const char* keys = "key and value";
     check_group("qk-group", config.qk_group, shape.heads, "query");
@@ -123,42 +131,40 @@ gpt::ModelShape model_shape(const Config& config) {
 }
 
 torch::ScalarType matmul_precision(const std::string& name) {
-  TORCH_CHECK(name == "bf16" || name == "fp32", "precision ", name, " is not chosen yet");
+  TORCH_CHECK(name == "bf16" || name == "fp32", "precision ", name, " is not resolved yet");
   return name == "bf16" ? torch::kBFloat16 : torch::kFloat32;
 }
 
 Config with_engine(Config config) {
   const torch::Device device(config.device);
   const auto wanted = group_muon::parse_engine(config.engine);
-  const auto precision = group_muon::default_precision(wanted, device);
+  const auto muon = muon_on(device, config);
+  config.muon_precision = group_muon::precision_name(muon.precision);
+  config.muon_engine = group_muon::to_string(muon.engine);
+  config.method = group_muon::method_name(muon.method);
   if (config.precision == "auto") {
-    config.precision = precision == torch::kBFloat16 ? "bf16" : "fp32";
+    const bool bf16 = group_muon::default_precision(wanted, device) == torch::kBFloat16;
+    config.precision = bf16 ? "bf16" : "fp32";
   }
   if (config.validation_precision == "auto") config.validation_precision = config.precision;
-  if (config.muon_precision == "auto") {
-    config.muon_precision = group_muon::precision_name(precision);
-  }
   const auto engine =
       group_muon::resolved_engine(wanted, device, matmul_precision(config.precision));
   config.engine = group_muon::to_string(engine);
-  if (config.method == "auto") {
-    const auto muon = group_muon::parse_engine(optimizer_options(config).muon.engine());
-    config.method = muon == group_muon::Engine::kPortable ? "newton_schulz" : "gram";
-  }
   return config;
 }
 
-group_muon::Engine engine_of(const Config& config) {
-  Config here = config;
-  if (!group_muon::runs_here(group_muon::parse_engine(config.engine))) here.engine = "auto";
-  return group_muon::parse_engine(with_engine(here).engine);
+Config without_missing_engines(Config config) {
+  for (auto engine : {&Config::engine, &Config::muon_engine}) {
+    if (!group_muon::runs_here(group_muon::parse_engine(config.*engine))) config.*engine = "auto";
+  }
+  return config;
 }
 
 std::string software_bf16_note(const Config& config) {
   const bool wanted = config.precision == "bf16" || config.validation_precision == "bf16" ||
                       config.muon_precision == "bfloat16";
   if (!wanted || group_muon::has_bf16(torch::Device(config.device))) return "";
-  return "this run computes in bf16, which this CPU has only in software: a product takes " +
+  return "this run computes in bf16, which this CPU has only in software: a matrix product takes " +
          group_muon::bf16_cost() + " here";
 }
 
@@ -174,7 +180,7 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
                      .coefficients(config.coefficients)
                      .steps(config.iterations)
                      .precision(config.muon_precision)
-                     .engine(muon_engine(config))
+                     .engine(config.muon_engine)
                      .eps(config.eps)
                      .relative_eps(config.relative_eps)
                      .base_scale(config.base_scale)
@@ -184,7 +190,7 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
                       .betas({config.adamw_beta1, config.adamw_beta2})
                       .eps(config.adamw_eps)
                       .weight_decay(config.adamw_weight_decay);
-  if (config.qkv == "packed") return options;  // no layout: the whole matrix
+  if (config.qkv == "packed") return options;  // no layout: the matrix is one block
   const auto shape = model_shape(config);
   options.layouts = {
       {"attn.c_attn.weight",
@@ -227,8 +233,8 @@ std::vector<std::string> unused_groupings(const Config& config) {
       if (grouping.from_step < config.steps) continue;
       notes.push_back(
           c10::str(
-              key, " = ", text, ": step ", grouping.from_step, " never comes, the run has ",
-              config.steps));
+              key, " = ", text, ": step ", grouping.from_step,
+              " is never reached; steps = ", config.steps));
     }
   }
   return notes;

@@ -1,5 +1,5 @@
 #pragma once
-// What a config means: the model, the optimizers and the learning rate of a run.
+// Turns a config into a model, optimizers and learning rates.
 
 #include "gpt/model.h"
 #include "group_muon/assemble.h"
@@ -7,31 +7,31 @@
 
 namespace train {
 
-/// Refuses values that make no sense, naming key and value.
+/// Rejects invalid values. The error names the key and the value.
 void check(const Config& config);
 
 gpt::ModelShape model_shape(const Config& config);
 torch::ScalarType matmul_precision(const std::string& name);
 
-/// The config with what "auto" comes to on this machine for precisions, engine and method.
+/// The config with "auto" resolved for this machine: precisions, engine and method.
 Config with_engine(Config config);
 
-/// The config's engine or, where it does not run here, what "auto" comes to.
-group_muon::Engine engine_of(const Config& config);
+/// The config with engines that do not run here replaced by "auto".
+Config without_missing_engines(Config config);
 
-/// One line on what bf16 costs on a machine that has it only in software; empty where that does not matter.
+/// One line on the cost of bf16 if the run uses it and this machine has it only in software; otherwise empty.
 std::string software_bf16_note(const Config& config);
 
 group_muon::AssembleOptions optimizer_options(const Config& config);
 
-/// Notes on parts of grouping schedules that begin after the last step.
+/// Notes on parts of grouping schedules that start after the last step.
 std::vector<std::string> unused_groupings(const Config& config);
 
-/// The factor on both learning rates at 0-based step t: rising over `warmup` steps, 1, and falling
+/// Factor on both learning rates at 0-based step `step`: rises linearly over `warmup` steps, stays at 1, and falls
 /// linearly over the last `warmdown` steps.
 double lr_factor(const Config& config, int64_t step);
 
-/// Moves every weight up or down by one rounding error of fp32, drawn from the seed.
+/// Moves every weight up or down by one fp32 rounding error. The signs are drawn from the seed.
 void perturb(const std::vector<torch::Tensor>& weights, uint64_t seed);
 
 }  // namespace train

@@ -32,7 +32,7 @@ torch::ScalarType type_of(const std::string& name) {
   for (const auto& entry : kTypes) {
     if (name == entry.name) return entry.type;
   }
-  TORCH_CHECK_TYPE(false, "type ", name, " is not known");
+  TORCH_CHECK_TYPE(false, "type ", name, " is not supported");
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ void save_tensors(
     offset = end;
   }
   std::string text = header.dump();
-  text.append((8 - text.size() % 8) % 8, ' ');  // the numbers are aligned
+  text.append((8 - text.size() % 8) % 8, ' ');  // aligns the data
   const uint64_t size = text.size();
   file.write(&size, sizeof size);
   file.write(text);
@@ -76,7 +76,7 @@ std::map<std::string, Tensor> load_tensors(const std::string& path) {
   std::string text(header_size, '\0');
   file.read(text.data(), static_cast<std::streamsize>(header_size));
   const auto header = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
-  check(header.is_object(), "its header is no JSON");
+  check(header.is_object(), "its header is not valid JSON");
   const uint64_t first = sizeof header_size + header_size;
   std::map<std::string, Tensor> tensors;
   for (const auto& [name, entry] : header.items()) {
@@ -93,13 +93,13 @@ std::map<std::string, Tensor> load_tensors(const std::string& path) {
     }
     check(
         offsets.size() == 2 && offsets[0] <= offsets[1] && offsets[1] <= file_size - first, name,
-        " lies beyond its end");
+        " extends past the end of the file");
     uint64_t bytes = c10::elementSize(type);
     for (const int64_t length : shape) {
       check(length >= 0, name, " has a negative size");
       bytes *= static_cast<uint64_t>(length);
     }
-    check(bytes == offsets[1] - offsets[0], name, " has another size than its shape");
+    check(bytes == offsets[1] - offsets[0], name, " has a size that does not match its shape");
     const Tensor tensor = at::empty(shape, type);
     file.seekg(static_cast<std::streamoff>(first + offsets[0]));
     file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(bytes));

@@ -1,5 +1,5 @@
 #pragma once
-// Tensors by name in a safetensors file: the length of a header, the header in JSON, the numbers.
+// Named tensors in a safetensors file: the length of the header, the header in JSON, the data.
 
 #include <torch/types.h>
 
@@ -14,12 +14,12 @@ namespace train {
 
 using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 
-/// Writes tensors of any device, in this order. float32, float64, bfloat16, float16 and int64.
+/// Writes tensors from any device, in this order. Supports float32, float64, bfloat16, float16 and int64.
 void save_tensors(
     OutputFile& file, const NamedTensors& tensors,
     const std::map<std::string, std::string>& metadata);
 
-/// All tensors of a file, on the CPU; a file that is not whole is an error that says why.
+/// All tensors of a file, on the CPU. For a damaged file, the error says what is wrong.
 std::map<std::string, torch::Tensor> load_tensors(const std::string& path);
 
 }  // namespace train

@@ -9,7 +9,7 @@
 namespace train {
 namespace {
 
-// Protobuf by hand: a field is its number and kind, then its value.
+// Hand-written protobuf: a field is its number and kind, followed by its value.
 enum Kind : unsigned { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 void add_varint(std::string& out, uint64_t value) {
@@ -55,7 +55,7 @@ EventWriter::EventWriter(const std::string& folder, int64_t first_step) {
   const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
   char host[64] = "localhost";
   gethostname(host, sizeof host - 1);
-  // TensorBoard reads the files of a folder in the order of their names.
+  // TensorBoard reads the files of a folder in name order.
   char name[160];
   std::snprintf(
       name, sizeof name, "/events.out.tfevents.%010lld.%s.%d.%06lld",

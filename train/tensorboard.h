@@ -1,5 +1,5 @@
 #pragma once
-// Scalars for TensorBoard: records of protobuf events, with checksums, in a file it finds by its name.
+// Writes scalars for TensorBoard: protobuf events with checksums, in a file whose name TensorBoard recognizes.
 
 #include <cstdint>
 #include <memory>
@@ -13,8 +13,7 @@ namespace train {
 
 class EventWriter {
  public:
-  /// A new events file in `folder`. What older files there say of steps after `first_step` no longer
-  /// counts.
+  /// Creates a new events file in `folder`. TensorBoard then ignores steps after `first_step` in older files.
   EventWriter(const std::string& folder, int64_t first_step);
   void scalars(int64_t step, const std::vector<std::pair<std::string, double>>& values);
 

@@ -1,5 +1,5 @@
 #pragma once
-// TOML files, with errors that name them.
+// Reads TOML files. Errors name the file.
 
 #include <c10/util/Exception.h>
 
@@ -12,10 +12,10 @@
 
 namespace train {
 
-/// A text, a number, true or false, as a flag would have it; other things are an error that names them.
+/// A string, number or boolean as text, in the form a flag would have. Throws for anything else, naming `name`.
 std::string text_of(const toml::node& node, const std::string& name);
 
-/// What `use` makes of the file's table. Errors of the file and of `use` begin with its path.
+/// Returns use(the file's table). Errors in the file and in `use` start with the file's path.
 template <typename Use>
 auto read_toml(const std::string& path, Use&& use) {
   TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");

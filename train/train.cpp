@@ -37,10 +37,11 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Ends a step or a validation from within; nothing of it counts.
+// Thrown to abort a step or validation, which is then discarded. It is not an error, so `catch (std::exception)` should
+// not see it.
 struct Stop {};
 
-// Weights of one kind, whose norms are reported together.
+// Weights of one kind. Their norms are reported together.
 struct WeightKind {
   std::string name;
   std::vector<Tensor> weights;
@@ -64,7 +65,7 @@ double norm_of(const std::vector<Tensor>& tensors) {
 
 using Values = std::vector<std::pair<std::string, double>>;
 
-// Tensors of the weights, kind by kind.
+// One list of tensors per kind of weight.
 using ByKind = std::vector<std::vector<Tensor>>;
 
 template <typename TensorOf>
@@ -77,7 +78,7 @@ ByKind by_kind(const std::vector<WeightKind>& kinds, TensorOf&& tensor_of) {
   return all;
 }
 
-// Adds "PREFIX/kind" for every kind and "PREFIX" for all to `values`; returns the latter.
+// Adds "PREFIX/kind" for every kind and "PREFIX" for all weights to `values`. Returns the norm of all.
 double add_norms(
     Values& values, const std::string& prefix, const std::vector<WeightKind>& kinds,
     const ByKind& tensors) {
@@ -91,8 +92,8 @@ double add_norms(
   return std::sqrt(squares);
 }
 
-// A checksum of the first 33 million tokens and of samples of what comes after; reading them also
-// finds tokens beyond the vocabulary.
+// A checksum of the first 33 million tokens and of samples of the rest. Reading them also finds tokens outside the
+// vocabulary.
 uint32_t fingerprint(const gpt::TokenStream& stream, int64_t size, uint32_t crc) {
   constexpr int64_t kChunk = 65536, kFirst = int64_t{1} << 25, kSamples = 256;
   std::vector<int64_t> tokens(kChunk);
@@ -112,15 +113,15 @@ torch::Device device_of(const Config& config) {
   const torch::Device device(config.device);
   TORCH_CHECK_VALUE(
       !device.is_cuda() || at::hasCUDA(), "device = ", config.device,
-      ": the torch this program was built with has no CUDA, or finds no GPU");
+      ": this program's torch has no CUDA support or finds no GPU");
   return device;
 }
 
-// One run: everything that lives as long as it does.
+// State of one run.
 class Trainer {
  public:
   Trainer(const Config& config, const Listener& listener);
-  /// Takes up a checkpoint; empty: the beginning.
+  /// Loads a checkpoint; empty: starts from the beginning.
   void start(const std::string& checkpoint);
   Outcome run();
 
@@ -128,6 +129,7 @@ class Trainer {
   double accumulate_gradients();
   void train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics);
   double validate();
+  std::string validation_engine() const;
   Batch batch_at(const gpt::TokenStream& stream, const std::vector<int64_t>& starts);
   void save();
   void report(bool validating, double part);
@@ -149,9 +151,9 @@ class Trainer {
   TrainerState state_;
   std::string last_checkpoint_;
   Progress progress_;
-  std::vector<double> recent_seconds_;  // of the last steps
-  double validation_seconds_ = 0;       // of the last validation
-  double seconds_here_ = 0;             // of the steps of this process
+  std::vector<double> recent_seconds_;  // seconds of each of the last steps
+  double validation_seconds_ = 0;       // seconds of the last validation
+  double seconds_here_ = 0;             // seconds of this process's steps
   int64_t steps_here_ = 0;
 };
 
@@ -166,11 +168,12 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       model_(
           model_shape(config), matmul_precision(config.precision),
           static_cast<uint64_t>(config.seed)),
-      // Moved before the optimizers take its weights.
+      // The model moves to the device before the optimizers get its weights.
       optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
       kinds_(kinds_of(model_)),
-      peak_(gemm_peak(engine_of(config), matmul_precision(config.precision), device_)) {
-  model_.set_engine(engine_of(config));
+      peak_(gemm_peak(
+          group_muon::parse_engine(config.engine), matmul_precision(config.precision), device_)) {
+  model_.set_engine(group_muon::parse_engine(config.engine));
   TORCH_CHECK_VALUE(
       order_.windows() >= config.batch, "the training data in '", config.data, "' has ",
       training_.size(), " tokens, which is less than one batch of ", config.batch, " × ",
@@ -181,7 +184,7 @@ Trainer::Trainer(const Config& config, const Listener& listener)
         c10::str(
             "the validation data has ", validation_.size(),
             " tokens, fewer than validation-tokens = ", config.validation_tokens,
-            ": all of it is used"));
+            "; using all of it"));
   }
   if (listener_.note) {
     for (const auto& note : unused_groupings(config)) listener_.note(note);
@@ -201,11 +204,12 @@ Batch Trainer::batch_at(const gpt::TokenStream& stream, const std::vector<int64_
 }
 
 void Trainer::check_stop() const {
-  if (listener_.stop_wanted && listener_.stop_wanted()) throw Stop{};
+  if (listener_.stop_wanted && listener_.stop_wanted())
+    throw Stop{};  // NOLINT(bugprone-std-exception-baseclass)
 }
 
-// The mean loss of a batch, whose gradients are left in the weights. It does not matter how the batch
-// is cut up, but for rounding.
+// Mean loss of a batch. Leaves its gradients in the weights. The result does not depend on the size of micro-batches,
+// except for rounding.
 double Trainer::accumulate_gradients() {
   double mean = 0;
   const int64_t first = state_.step * config_.batch;
@@ -240,9 +244,8 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   const double norm = add_norms(values, "gradient_norm", kinds_, gradients);
   TORCH_CHECK(
       std::isfinite(loss) && std::isfinite(norm), "step ", state_.step + 1, ": the loss is ", loss,
-      " and the gradient's norm ", norm,
-      "; the run cannot go on. A lower learning rate, --warmup or "
-      "--clip may help");
+      " and the gradient norm is ", norm,
+      "; the run cannot continue. Try a lower learning rate, --warmup or --clip");
   const torch::NoGradGuard no_grad;
   const double clip = config_.clip > 0 && norm > config_.clip ? config_.clip / norm : 1;
   if (clip != 1) {
@@ -262,8 +265,8 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(updates[i], kinds_[i].weights);
   const double change = add_norms(values, "update_norm", kinds_, updates);
   TORCH_CHECK(
-      std::isfinite(change), "step ", state_.step + 1, ": the update's norm is ", change,
-      "; the run cannot go on. A lower learning rate may help");
+      std::isfinite(change), "step ", state_.step + 1, ": the update norm is ", change,
+      "; the run cannot continue. Try a lower learning rate");
 
   const double seconds = seconds_since(start);
   state_.step += 1;
@@ -278,12 +281,12 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   values.emplace_back("tokens", static_cast<double>(state_.step * config_.batch * config_.context));
   values.emplace_back("seconds", state_.seconds);
   values.emplace_back("tokens_per_second", progress_.tokens_per_second);
-  values.emplace_back("optimizer_seconds", optimizer_seconds);  // of this step
+  values.emplace_back("optimizer_seconds", optimizer_seconds);  // this step only
   metrics.write(state_.step, values);
   if (listener_.step) listener_.step(progress_);
 }
 
-// Fills in the progress after `part` of the next step or of the validation, and tells the listener.
+// Reports progress to the listener. `part` is the fraction done of the next step or of the validation.
 void Trainer::report(bool validating, double part) {
   const auto steps = static_cast<double>(config_.steps);
   progress_.validating = validating;
@@ -301,6 +304,13 @@ void Trainer::report(bool validating, double part) {
     progress_.seconds_left = steps_left * seconds + validations_left * validation_seconds_;
   }
   if (listener_.progress) listener_.progress(progress_);
+}
+
+// The model's, if it computes in the precision of validations.
+std::string Trainer::validation_engine() const {
+  const auto engine = group_muon::parse_engine(config_.engine);
+  const bool fits = group_muon::computes_in(engine, matmul_precision(config_.validation_precision));
+  return std::string(group_muon::to_string(fits ? engine : group_muon::Engine::kPortable));
 }
 
 double Trainer::validate() {
@@ -325,7 +335,7 @@ double Trainer::validate() {
   const double loss = sum / static_cast<double>(validation_windows_);
   TORCH_CHECK(
       std::isfinite(loss), "step ", state_.step, ": the validation loss is ", loss,
-      "; the run cannot go on. A lower learning rate, --warmup or --clip may help");
+      "; the run cannot continue. Try a lower learning rate, --warmup or --clip");
   return loss;
 }
 
@@ -344,7 +354,7 @@ void Trainer::start(const std::string& checkpoint) {
   const auto saved = load_checkpoint(checkpoint, model_, optimizers_);
   TORCH_CHECK_VALUE(
       saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
-      "the training data in '", config_.data, "' is not what the run began with");
+      "the data in '", config_.data, "' is not the data the run started with");
   set_aside_later(config_.out, saved.step);
   state_ = saved;
   last_checkpoint_ = checkpoint;
@@ -362,7 +372,7 @@ Outcome Trainer::run() {
         make_candidates(model_.shape(), config_.diagnose_groups, config_.share_qk),
         config_.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
   }
-  // A checkpoint is written again if the loss at its step became known since.
+  // A checkpoint is rewritten if the validation loss at its step has become known since.
   auto saved = fresh ? std::nullopt : std::optional(state_);
   const auto save_here = [&] {
     if (saved && saved->step == state_.step && saved->validation_loss == state_.validation_loss) {
@@ -383,6 +393,8 @@ Outcome Trainer::run() {
         metrics.write(
             state_.step, {{"validation_loss", loss}},
             {{"engine", config_.engine},
+             {"muon_engine", config_.muon_engine},
+             {"validation_engine", validation_engine()},
              {"precision", config_.precision},
              {"muon_precision", config_.muon_precision},
              {"validation_precision", config_.validation_precision}});
@@ -405,12 +417,12 @@ Outcome Trainer::run() {
   return outcome;
 }
 
-// An error of a run, with where it can go on from.
+// Runs the trainer. Adds the last checkpoint to error messages.
 Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   const auto hint = [&] {
     const auto all = list_checkpoints(run);
-    if (all.empty()) return std::string(". There is no checkpoint");
-    const std::string whole = damage(all.back()).empty() ? "is whole" : "is damaged";
+    if (all.empty()) return std::string(". There is no checkpoint to resume from");
+    const std::string whole = damage(all.back()).empty() ? "is intact" : "is damaged";
     return ". The last checkpoint " + whole + ": " + all.back();
   };
   try {
@@ -420,24 +432,24 @@ Outcome run_or_say_where(Trainer& trainer, const std::string& run) {
   }
 }
 
-// Where a run goes on from: the named checkpoint, or its newest.
+// The checkpoint to resume from: the given one, or the newest; "" if there is none.
 std::string checkpoint_to_resume(const Place& place) {
   const auto all = list_checkpoints(place.run);
   if (all.empty()) return "";
   const std::string chosen = place.checkpoint.empty() ? all.back() : place.checkpoint;
-  require_whole(chosen, all, /*weights_only=*/false, "go on from there with --resume ");
+  require_whole(chosen, all, /*weights_only=*/false, "resume from it with --resume ");
   return chosen;
 }
 
-// compare_for_resume, with what to do instead.
+// compare_for_resume(). Its error also says what to do instead.
 std::vector<std::string> notes_on_changes(const Config& was, const Config& is) {
   try {
     return compare_for_resume(was, is);
   } catch (const c10::Error& error) {
     TORCH_CHECK_VALUE(
         false, error.what_without_backtrace(),
-        "; a resumed run keeps its options. Leave it away, or start another run, if you like from ",
-        "this one's weights: --init RUN --out ANOTHER");
+        "; a resumed run keeps its options. Remove this one, or start a new run, ",
+        "for example from this run's weights: --init RUN --out ANOTHER");
   }
 }
 
@@ -445,8 +457,8 @@ void refuse_existing(const Config& config) {
   for (const char* name : {"/config.toml", "/checkpoints", "/metrics.jsonl"}) {
     TORCH_CHECK_VALUE(
         !fs::exists(config.out + name), "'", config.out,
-        "' holds a run already; go on with it with ", "--resume ", config.out,
-        ", or give another --out");
+        "' already contains a run; resume it with ", "--resume ", config.out,
+        " or choose another --out");
   }
 }
 
@@ -464,8 +476,8 @@ void record_start(const Config& config) {
 Config resolved(Config config) {
   check(config);
   TORCH_CHECK_VALUE(
-      !config.data.empty(), "which data? Give --data a folder made by 'group-muon tokenize'");
-  for (auto* path : {&config.data, &config.init}) {  // a run may be resumed from elsewhere
+      !config.data.empty(), "no data given; set --data to a folder made by 'group-muon tokenize'");
+  for (auto* path : {&config.data, &config.init}) {  // a resumed run may start elsewhere
     if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
   }
   if (config.vocabulary == 0) {
@@ -485,15 +497,15 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
   Config config = resolved(given);
   config.out = normal_path(config.out);
   TORCH_CHECK_VALUE(
-      fs::absolute(config.out) != config.data, "out should be another folder than data");
+      fs::absolute(config.out) != config.data, "out and data should be different folders");
   refuse_existing(config);
-  to_toml(config);  // can be written down
+  to_toml(config);  // throws if the config cannot be written
   at::set_num_threads(static_cast<int>(config.threads));
   Trainer trainer(config, listener);
   trainer.start("");
   make_folder(config.out);
   if (!lock) lock = std::make_shared<FolderLock>(config.out);
-  refuse_existing(config);  // another process may have been faster
+  refuse_existing(config);  // another process may have started a run in the meantime
   if (fs::exists(config.data + kVocabularyFile)) {
     replace_file(config.out + kVocabularyFile, read_text(config.data + kVocabularyFile));
   }
@@ -503,11 +515,18 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
 }
 
 Config config_of_run(const std::string& folder) {
-  // Runs of before there was a choice.
+  // The default for runs from before there was a choice of engines.
   Options written = {{"engine", "portable"}};
   const Options saved = read_options(folder + "/config.toml");
   written.insert(written.end(), saved.begin(), saved.end());
   Config config = configure(written);
+  // Runs from before the optimizer had an engine of its own used the model's where it fits.
+  if (config.muon_engine == "auto" && config.muon_precision != "auto") {
+    const bool fits = group_muon::computes_in(
+        group_muon::parse_engine(config.engine),
+        group_muon::parse_precision(config.muon_precision));
+    config.muon_engine = fits ? config.engine : "portable";
+  }
   config.out = folder;  // it may have been moved
   return config;
 }
@@ -521,6 +540,7 @@ Config filled_in(Config config, const Config& found) {
     config.validation_precision = found.validation_precision;
   }
   if (config.engine == "auto") config.engine = found.engine;
+  if (config.muon_engine == "auto") config.muon_engine = found.muon_engine;
   if (config.method == "auto") config.method = found.method;
   if (config.threads == 0) config.threads = found.threads;
   return config;
@@ -539,8 +559,11 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
   run.lock = lock ? std::move(lock) : std::make_shared<FolderLock>(place.run);
   const Config saved = config_of_run(place.run);
   Config config = configure(options, saved);
-  if (config.engine == saved.engine) config.engine = group_muon::to_string(engine_of(saved));
-  // Precisions first: an engine that cannot compute in another one would be the wrong thing to complain of.
+  const Config possible = without_missing_engines(saved);
+  for (auto engine : {&Config::engine, &Config::muon_engine}) {
+    if (config.*engine == saved.*engine) config.*engine = possible.*engine;
+  }
+  // Check precisions first. Otherwise the error would blame an engine that cannot compute in the new precision.
   Config probe = saved;
   for (auto precision :
        {&Config::precision, &Config::muon_precision, &Config::validation_precision}) {
@@ -553,10 +576,20 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
     run.config.out = saved.out;
   }
   run.notes = notes_on_changes(saved, run.config);
+  Config best = run.config;
+  best.engine = "auto";
+  best = with_engine(best);
+  if (best.engine != run.config.engine) {
+    run.notes.push_back(
+        c10::str(
+            "the run computes with engine ", run.config.engine,
+            "; for this machine auto would choose ", best.engine,
+            " (--engine auto changes to it)"));
+  }
   run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(
-      run.checkpoint.empty() ? "there is no checkpoint yet: the run begins anew"
-                             : "going on from " + run.checkpoint);
+      run.checkpoint.empty() ? "there is no checkpoint yet: the run starts from the beginning"
+                             : "resuming from " + run.checkpoint);
   return run;
 }
 
@@ -566,7 +599,7 @@ Outcome resume(const Run& run, const Listener& listener) {
     const auto state = read_state(run.checkpoint);
     if (state.step == run.config.steps && state.validation_loss) {
       if (listener.note)
-        listener.note("the run is finished, all " + std::to_string(state.step) + " steps");
+        listener.note("the run is finished: all " + std::to_string(state.step) + " steps are done");
       return {
           .folder = run.config.out,
           .step = state.step,

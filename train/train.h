@@ -13,69 +13,69 @@
 
 namespace train {
 
-/// How far a run is.
+/// Progress of a run.
 struct Progress {
-  double step = 0;      // steps done, a part of one too
-  double fraction = 0;  // of the run; of the validation while there is one
+  double step = 0;      // steps done, including part of the current one
+  double fraction = 0;  // fraction done of the run, or of the validation while validating
   bool validating = false;
-  double loss = 0;  // of the last step
+  double loss = 0;  // loss of the last step
   double tokens_per_second = 0;
-  double peak_fraction = 0;  // the model's arithmetic, as part of what a matrix product reaches
+  double peak_fraction = 0;  // the model's FLOP/s as a fraction of a large matrix product's
   double seconds_left = 0;
 };
 
-/// How a run tells what happens. All may be left empty.
+/// Callbacks that report on a run. All are optional.
 struct Listener {
   std::function<void(const std::string& folder)> begin = {};
-  std::function<void(const Progress&)> progress = {};  // often
+  std::function<void(const Progress&)> progress = {};  // called often
   std::function<void(const Progress&)> step = {};      // after every step
   std::function<void(int64_t step, double loss)> validation = {};
   std::function<void(const std::string& path)> checkpoint = {};
   std::function<void(const std::string& text)> note = {};
-  std::function<bool()> stop_wanted = {};  // asked often; true: save a checkpoint and return
+  std::function<bool()> stop_wanted = {};  // called often; true: save a checkpoint and return
 };
 
 struct Outcome {
   std::string folder = {};
   int64_t step = 0;
-  bool stopped = false;  // before the last step
+  bool stopped = false;  // stopped before the last step
   double validation_loss = 0;
   std::string checkpoint = {};
-  gpt::Profile profile = {};  // of this process' steps, without validations and checkpoints
+  gpt::Profile profile = {};  // this process's steps, without validations and checkpoints
   int64_t profiled_steps = 0;
   double profiled_seconds = 0;
 };
 
-/// A run on disk that can go on.
+/// A run on disk that can be resumed.
 struct Run {
-  Config config;                     // config.out is its folder
-  std::string checkpoint;            // where it goes on from; empty: from the beginning
-  std::vector<std::string> notes;    // what one should know
-  std::shared_ptr<FolderLock> lock;  // it is ours alone
+  Config config;                     // config.out is the run's folder
+  std::string checkpoint;            // checkpoint to resume from; empty: start from the beginning
+  std::vector<std::string> notes;    // notes for the user
+  std::shared_ptr<FolderLock> lock;  // keeps other processes out
 };
 
-/// With what depends on the data, on other options or on the machine filled in, as a run will have it.
+/// The config as a run will use it, with everything filled in that depends on the data, other options or the machine.
 Config resolved(Config config);
 
-/// What the run in a folder was begun with.
+/// The config that the run in a folder started with.
 Config config_of_run(const std::string& folder);
 
-/// What `config` leaves open (0, auto), as the run that `found` is of has it.
+/// Fills the open values of `config` (0, auto) with those of `found`, the config of an existing run.
 Config filled_in(Config config, const Config& found);
 
-/// Of all tokens, training and validation, or samples of them where they are many.
+/// Checksum of the training and validation tokens. Large data is sampled.
 uint32_t checksum_of_data(const Config& config);
 
-/// The run in a folder, at its newest checkpoint, or at the given one if `path` is a checkpoint.
-/// `options` may change what does not make it another run. Without a `lock` on the folder it takes one.
+/// Opens a run for resuming. `path` is a run (resumes from its newest checkpoint) or a checkpoint. `options` may only
+/// change what does not make it a different run. Locks the folder unless a `lock` is given.
 Run open_run(
     const std::string& path, const Options& options, std::shared_ptr<FolderLock> lock = nullptr);
 
-/// A new run in config.out, which should not hold one already. Without a `lock` on the folder it takes one.
+/// Starts a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given.
 Outcome train(
     const Config& config, const Listener& listener, std::shared_ptr<FolderLock> lock = nullptr);
 
-/// Goes on with a run as if it had never been stopped.
+/// Resumes a run as if it had never been stopped.
 Outcome resume(const Run& run, const Listener& listener);
 
 }  // namespace train

@@ -4,13 +4,8 @@ from pathlib import Path
 
 import torch
 
-_BUILT_FOR = "2.13.0"
-if torch.__version__.split("+")[0] != _BUILT_FOR:
-    raise ImportError(f"group_muon is built for torch {_BUILT_FOR}, but finds {torch.__version__}")
-
-torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
-
 from group_muon import diagnostics
+from group_muon._build import TORCH, VERSION
 from group_muon.layouts import (
     convolution,
     grouping,
@@ -29,7 +24,13 @@ from group_muon.layouts import (
 from group_muon.models import param_groups
 from group_muon.optimizer import GroupMuon, engines, orthogonalize
 
-__version__ = "0.1.0"
+if torch.__version__.split("+")[0] != TORCH:
+    raise ImportError(f"group_muon was built for torch {TORCH}, but torch is {torch.__version__}")
+
+# The modules look up operators only when called, so the library may be loaded after them.
+torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
+
+__version__: str = VERSION
 __all__ = [
     "GroupMuon",
     "convolution",

@@ -1,7 +1,7 @@
-"""Layouts: where the heads of a weight lie. A layout is a text, made by these functions.
+"""Layouts: where the heads of a weight lie. These functions return a layout as a string.
 
-Groupings are texts too: "all" (one group), "6:random", "3:interval", "2" (adjacent; the number 2 will
-do), an order of your own such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
+Groupings are strings as well: "all" (one group), "6:random", "3:interval", "2" (adjacent; the number 2 also
+works), an explicit order such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
 """
 
 import torch
@@ -10,7 +10,7 @@ _ops = torch.ops.group_muon
 
 
 def grouping(group_size: int | None = None, rule: str = "adjacent") -> str:
-    """The text of a grouping: grouping(6, "random") is "6:random"; no size means all heads."""
+    """A grouping as a string: grouping(6, "random") is "6:random". The default size is all heads."""
     return "all" if group_size is None else f"{group_size}:{rule}"
 
 
@@ -37,7 +37,7 @@ def packed_qkv(
 ) -> str:
     """All query heads, then all key heads, then all value heads (GPT-2, nanoGPT).
 
-    share_qk lets Q and K draw the same random partition."""
+    With share_qk, Q and K draw the same random partition."""
     return _ops.packed_qkv(heads, head_dim, kv_heads, value_dim, str(q), str(k), str(v), share_qk)
 
 
@@ -52,52 +52,52 @@ def interleaved_qkv(
     v: str | int = "all",
     share_qk: bool = False,
 ) -> str:
-    """[q, k, v] head by head (GPT-NeoX); with fewer KV heads [q … q, k, v] per KV head."""
+    """[q, k, v] per head (GPT-NeoX); with fewer KV heads, [q … q, k, v] per KV head."""
     return _ops.interleaved_qkv(
         heads, head_dim, kv_heads, value_dim, str(q), str(k), str(v), share_qk
     )
 
 
 def separate(heads: int, head_dim: int, grouping: str | int = "all", name: str = "heads") -> str:
-    """A projection of its own: the heads one below the other."""
+    """A projection on its own (Q, K or V): the heads one below the other."""
     return _ops.separate(heads, head_dim, str(grouping), name)
 
 
 def mla_query(heads: int, nope_dim: int, rope_dim: int, grouping: str | int = "all") -> str:
-    """Query up-projection of multi-head latent attention: [nope, rope] head by head."""
+    """Query up-projection of multi-head latent attention: [nope, rope] per head."""
     return _ops.mla_query(heads, nope_dim, rope_dim, str(grouping))
 
 
 def mla_key_value(
     heads: int, nope_dim: int, value_dim: int, k: str | int = "all", v: str | int = "all"
 ) -> str:
-    """Key-value up-projection of multi-head latent attention: [k, v] head by head."""
+    """Key-value up-projection of multi-head latent attention: [k, v] per head."""
     return _ops.mla_key_value(heads, nope_dim, value_dim, str(k), str(v))
 
 
 def output_projection(heads: int, value_dim: int, grouping: str | int = "all") -> str:
-    """The output projection: its heads lie along the columns."""
+    """The output projection, whose heads lie along the columns."""
     return _ops.output_projection(heads, value_dim, str(grouping))
 
 
 def transposed(layout: str) -> str:
-    """The same weight stored in × out, as Hugging Face's Conv1D does."""
+    """The same weight stored as in × out, as in Hugging Face's Conv1D."""
     return _ops.transposed(layout)
 
 
 def stacked(layout: str) -> str:
-    """Each matrix of a weight with leading dimensions (experts × out × in) has this layout."""
+    """Applies the layout to each matrix of a weight with leading dimensions (experts × out × in)."""
     return _ops.stacked(layout)
 
 
 def with_grouping(layout: str, grouping: str | int, segment: str = "") -> str:
-    """The layout with another grouping for the segments of that name ("" for all)."""
+    """The layout with another grouping for the segments with this name ("": all segments)."""
     return _ops.with_grouping(layout, str(grouping), segment)
 
 
 def head_order(
     heads: int,
-    grouping: str,
+    grouping: str | int,
     *,
     seed: int = 0,
     step: int = 0,

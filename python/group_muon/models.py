@@ -1,24 +1,24 @@
-"""param_groups: which weight of a model gets which optimizer and which layout, and why."""
+"""param_groups: chooses the optimizer and layout for each weight of a model, and says why."""
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TextIO
+from typing import Any, Protocol, TextIO, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from group_muon import layouts as lay
 
-# Names under which attention layers declare their sizes, on the module or on its config.
+# Names under which attention modules, or their configs, declare their sizes.
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "n_local_heads", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 _WIDTH = ("embed_dim", "hidden_size", "n_embd", "d_model", "dim")
 
-# Names of their weights.
+# Names of attention weights.
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -27,24 +27,24 @@ _SEPARATE = (
 )
 _FUSED = ("query_key_value", "qkv_proj")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-# Output heads: by these names anywhere in a model, and by those directly below its root.
+# Names of output heads: anywhere in a model, and directly below its root.
 _HEAD_ANYWHERE = ("lm_head", "embed_out", "classifier", "score")
 _HEAD_AT_TOP = ("head", "output", "out", "unembed", "decoder", "fc")
 
 
 @dataclass
 class _Choice:
-    """What becomes of one weight."""
+    """Optimizer and layout of one weight, and the reason."""
 
     optimizer: str
     layout: str
     why: str
-    partition: str | None = None  # shared with other weights; None: the weight's own
+    partition: str | None = None  # shared with other weights; None: its own
 
 
 @dataclass
 class _Sizes:
-    """What an attention module, or its config, declares; `source` says where."""
+    """Sizes that an attention module or its config declares; `source` says where."""
 
     heads: int
     kv_heads: int
@@ -52,8 +52,16 @@ class _Sizes:
     source: str
 
 
-class _Unresolved(Exception):
-    """Says why the weights of an attention module stay on plain Muon."""
+class _Weighted(Protocol):
+    weight: Tensor
+
+
+_Found = tuple[Tensor, str, str]  # weight, layout, reason
+_Row = tuple[str, tuple[int, ...], _Choice]  # name, shape, choice
+
+
+class _UnresolvedError(Exception):
+    """The reason why the weights of an attention module stay on plain Muon."""
 
 
 def param_groups(
@@ -61,33 +69,34 @@ def param_groups(
     group_size: int | str | dict[str, int | str] | None,
     rule: str = "random",
     *,
-    segments: tuple[str, ...] = ("q", "k"),
+    segments: Sequence[str] = ("q", "k"),
     share_qk: bool = False,
     layouts: dict[str, str] | None = None,
     adamw: Sequence[str] = (),
     verbose: bool = True,
     file: TextIO | None = None,
-) -> tuple[list[dict], list[dict]]:
-    """Parameter groups for GroupMuon and for AdamW, and a table of what went where and why.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns parameter groups for GroupMuon and for AdamW, and prints a table of all choices.
 
     Knows the attention weights of Hugging Face GPT-2, Llama, Qwen, Mistral, Phi-3, GPT-NeoX, Bloom,
     Falcon, DeepSeek (MLA) and BERT, of nanoGPT and Llama's own code, and of nn.MultiheadAttention.
-    Head counts are read from the module, then from its config, never guessed from a shape. What
-    cannot be resolved stays on plain Muon, and the table says so. Embeddings, the output head, gains
-    and biases go to AdamW.
+    Head counts are read from the module, then from its config, never guessed from a shape. Weights
+    that cannot be resolved stay on plain Muon, and the table says so. Embeddings, the output head,
+    gains and biases go to AdamW.
 
     Args:
-        group_size: heads in a group, for the `segments`; where a layer has fewer KV heads, all of
-            those. Or a grouping text such as "1@0,6@2000". Or a dict with a size or a grouping text for each
-            of "q", "k", "v" and "o" (the output projection, by columns), such as
+        group_size: heads per group, for the `segments`; all KV heads if a layer has fewer. Or a
+            grouping such as "1@0,6@2000". Or a dict with a size or a grouping for any of "q", "k",
+            "v" and "o" (the output projection, by columns), such as
             {"q": 6, "k": "2:interval", "v": "1@0,4@2000"}. None: no groups.
-        rule: "adjacent", "interval" or "random", where a grouping text names none.
-        segments: what a `group_size` that is a number is for; the rest is orthogonalized whole.
+        rule: "adjacent", "interval" or "random", for sizes and groupings without a rule.
+        segments: segments that `group_size` applies to, unless it is a dict. The others are
+            orthogonalized whole.
         share_qk: Q and K of a layer draw the same random partition.
-        layouts: layouts of your own for weights it does not know, by the ends of their names, such
-            as {"attn.qkv.weight": group_muon.packed_qkv(12, 64, q="6:random")}.
-        adamw: further weights for AdamW, by the ends of their names, such as ["fusion.weight"].
-        verbose: print the table, to `file` or standard output.
+        layouts: layouts for unknown weights by the end of their names, such as
+            {"attn.qkv.weight": group_muon.packed_qkv(12, 64, q="6:random")}.
+        adamw: additional weights for AdamW by the end of their names, such as ["fusion.weight"].
+        verbose: print the table to `file`, by default standard output.
 
     Example:
         muon, adamw = group_muon.param_groups(model, group_size=6, rule="random")
@@ -99,22 +108,24 @@ def param_groups(
     unused = set(named)
     wanted = _Wanted(group_size, rule, segments, share_qk)
     choices = _choose(model, wanted)
-    muon_groups: dict[str, dict] = {}
-    adamw_params: list = []
-    rows = []
-    for name, parameter in model.named_parameters():  # a tied weight comes once
+    muon_groups: dict[str, dict[str, Any]] = {}
+    adamw_params: list[tuple[str, nn.Parameter]] = []
+    rows: list[_Row] = []
+    for name, parameter in model.named_parameters():  # lists a tied weight once
         if not parameter.requires_grad:
             continue
         choice = choices.get(id(parameter)) or _default_choice(name, parameter)
         for end in filter(partial(_ends_with, name), named):
             unused.discard(end)
-            choice = _Choice("GroupMuon" if named[end] else "AdamW", named[end], "as you said")
+            choice = _Choice(
+                "GroupMuon" if named[end] else "AdamW", named[end], "set by the caller"
+            )
         rows.append((name, tuple(parameter.shape), choice))
         if choice.optimizer == "AdamW":
             adamw_params.append((name, parameter))
         else:
             torch.ops.group_muon.check_layout(parameter, choice.layout, name)
-            empty = {"params": [], "layout": choice.layout, "partitions": []}
+            empty: dict[str, Any] = {"params": [], "layout": choice.layout, "partitions": []}
             group = muon_groups.setdefault(choice.layout, empty)
             group["params"].append((name, parameter))
             group["partitions"].append(choice.partition or _bare(name))
@@ -128,11 +139,19 @@ def param_groups(
 class _Wanted:
     """The groupings the user asked for."""
 
-    def __init__(self, group_size, rule: str, segments: tuple[str, ...], share_qk: bool):
+    def __init__(
+        self,
+        group_size: int | str | dict[str, int | str] | None,
+        rule: str,
+        segments: Sequence[str],
+        share_qk: bool,
+    ) -> None:
         self.rule = rule
         self.share_qk = share_qk
         self.per_segment = isinstance(group_size, dict)
-        self.sizes = group_size if self.per_segment else dict.fromkeys(segments, group_size)
+        self.sizes: Mapping[str, int | str | None] = (
+            group_size if isinstance(group_size, dict) else dict.fromkeys(segments, group_size)
+        )
         for segment in self.sizes:
             if segment not in ("q", "k", "v", "o"):
                 raise ValueError(f"group_muon: unknown segment '{segment}': use q, k, v or o")
@@ -141,7 +160,7 @@ class _Wanted:
         size = self.sizes.get(segment)
         if size is None:
             return "all"
-        # Fewer KV heads than asked for: all of them. Not for queries, where it would be a mistake.
+        # With fewer KV heads than requested, use all. For queries that would hide a mistake.
         if isinstance(size, int) and not self.per_segment and segment in "kv":
             size = min(size, heads)
         return ",".join(self._with_rule(part) for part in str(size).split(","))
@@ -150,26 +169,26 @@ class _Wanted:
         size, at, step = part.strip().partition("@")
         return part if ":" in size or size == "all" else f"{size}:{self.rule}{at}{step}"
 
-    def missing(self, rows: list) -> str:
-        """Says which of the segments asked for no weight has."""
+    def missing(self, rows: list[_Row]) -> str:
+        """Notes on requested segments that no weight has."""
         found = {name for _, _, choice in rows for name in _segments(choice.layout)}
         found |= {"q"} if "nope" in found else set()
         lost = [s for s, size in self.sizes.items() if size is not None and s not in found]
-        return "".join(f"\nnote: no weight was found that holds the segment '{s}'" for s in lost)
+        return "".join(f"\nnote: no weight has the segment '{s}'" for s in lost)
 
 
 def _choose(model: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
-    """id(parameter) → choice, for every parameter of which a module says something."""
+    """id(parameter) → choice, for every parameter whose module determines it."""
     choices: dict[int, _Choice] = {}
     config = getattr(model, "config", None)
     for name, module in model.named_modules():
         if layout := _module_layout(module):
             conv = isinstance(module, nn.modules.conv._ConvNd)
             why = "convolution, flattened" if conv else "matrix, in × out"
-            # Not if the attention module around it, which comes first, knows more.
+            # The attention module around it comes first and takes precedence.
             choices.setdefault(id(module.weight), _Choice("GroupMuon", layout, why))
         choices.update(_attention(_bare(name), module, config, wanted))
-    # Last, since a weight tied to an embedding or a head is AdamW's whatever else it is.
+    # Last, because a weight tied to an embedding or a head always goes to AdamW.
     for name, module in model.named_modules():
         outputs = getattr(module, "get_output_embeddings", lambda: None)
         heads = [outputs()] if callable(outputs) else []
@@ -184,7 +203,7 @@ def _choose(model: nn.Module, wanted: _Wanted) -> dict[int, _Choice]:
 
 
 def _bare(name: str) -> str:
-    """A name without what torch.compile and DistributedDataParallel put before it."""
+    """A name without the prefixes of torch.compile and DistributedDataParallel."""
     return re.sub(r"(^|(?<=\.))(module|_orig_mod)(\.|$)", "", name)
 
 
@@ -199,7 +218,7 @@ def _is_head(name: str) -> bool:
 
 
 def _module_layout(module: nn.Module) -> str | None:
-    """The layout of a weight that is not simply out × in."""
+    """The layout of a module's weight if it is not out × in."""
     if type(module).__name__ == "Conv1D" and _has_weight(module):  # Hugging Face's
         return lay.transposed(lay.plain())
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
@@ -223,14 +242,14 @@ def _default_choice(name: str, parameter: Tensor) -> _Choice:
 
 
 def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) -> dict[int, _Choice]:
-    """The choices for an attention module's weights; nothing for other modules."""
+    """The choices for an attention module's weights; empty for other modules."""
     config = getattr(module, "config", config)
     choices: dict[int, _Choice] = {}
     try:
         for resolve in (_multihead_attention, _mla, _separate, _c_attn, _fused):
             for weight, layout, why in resolve(module, config, wanted) or []:
                 choices[id(weight)] = _Choice("GroupMuon", layout, why + _tall(weight, layout))
-                # Q and K as weights of their own share a partition by drawing it under one name.
+                # Separate Q and K weights share a partition by drawing it under the same name.
                 if wanted.share_qk and {"q", "k", "nope"} & set(_segments(layout)):
                     choices[id(weight)].partition = name or type(module).__name__
             if choices:
@@ -238,23 +257,19 @@ def _attention(name: str, module: nn.Module, config: object, wanted: _Wanted) ->
         named = type(module).__name__.lower().endswith("attention")
         declares = any(isinstance(getattr(module, name, None), int) for name in _HEADS)
         if named or declares:
-            raise _Unresolved(f"{type(module).__name__} is not a known kind of attention")
-    except _Unresolved as reason:
+            raise _UnresolvedError(f"{type(module).__name__} is not a known kind of attention")
+    except _UnresolvedError as reason:
         why = f"UNRESOLVED, so plain: {reason}"
         for child in [module, *module.children()]:
-            weight = getattr(child, "weight", None)
-            if (
-                isinstance(weight, Tensor)
-                and weight.dim() == 2
-                and not isinstance(child, nn.Embedding)
-            ):
+            own = getattr(child, "weight", None)
+            if isinstance(own, Tensor) and own.dim() == 2 and not isinstance(child, nn.Embedding):
                 layout = _module_layout(child) or lay.plain()
-                choices[id(weight)] = _Choice("GroupMuon", layout, why)
+                choices[id(own)] = _Choice("GroupMuon", layout, why)
     return choices
 
 
 def _tall(weight: Tensor, layout: str) -> str:
-    """A hint where the heads of a whole segment are more than its matrix has directions."""
+    """A hint if a whole segment has more lines (heads × rows) than its matrix has directions."""
     directions = weight.shape[1 if layout.startswith("rows") else 0]
     extents = re.findall(r"=(\d+)x(\d+)@", layout)
     if all(int(heads) * int(rows) <= directions for heads, rows in extents):
@@ -266,21 +281,23 @@ def _segments(layout: str) -> list[str]:
     return re.findall(r"(\S+)=\d", layout)
 
 
-def _multihead_attention(module: nn.Module, config: object, wanted: _Wanted):
+def _multihead_attention(module: nn.Module, config: object, wanted: _Wanted) -> list[_Found] | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     sizes = _Sizes(module.num_heads, module.num_heads, module.head_dim, "module.num_heads")
-    if module.in_proj_weight is not None:
-        found = [_qkv(module.in_proj_weight, lay.packed_qkv, sizes, wanted)]
+    packed = getattr(module, "in_proj_weight", None)  # None if Q, K and V are separate
+    if packed is not None:
+        found = [_qkv(packed, lay.packed_qkv, sizes, wanted)]
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        found = [_one(weight, segment, sizes, wanted) for segment, weight in zip("qkv", weights)]
+        found = [_one(w, s, sizes, wanted) for s, w in zip("qkv", weights, strict=True)]
     return found + _output(module, sizes, wanted)
 
 
-def _mla(module: nn.Module, config: object, wanted: _Wanted):
-    """Multi-head latent attention, as in DeepSeek. Its config's head_dim may be the rope part only."""
-    if not _has_weight(getattr(module, "kv_b_proj", None)):
+def _mla(module: nn.Module, config: object, wanted: _Wanted) -> list[_Found] | None:
+    """Multi-head latent attention (DeepSeek). The config's head_dim may cover only the rope part."""
+    key_value = getattr(module, "kv_b_proj", None)
+    if not _has_weight(key_value):
         return None
     heads, source = _declared(module, config, _HEADS)
     nope, rope, value = (
@@ -288,19 +305,12 @@ def _mla(module: nn.Module, config: object, wanted: _Wanted):
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     why = f"MLA, {heads} heads ({source})"
-    _expect(module.kv_b_proj.weight, heads * (nope + value), source)
-    key_value = lay.mla_key_value(
+    _expect(key_value.weight, heads * (nope + value), source)
+    layout = lay.mla_key_value(
         heads, nope, value, wanted.grouping("k", heads), wanted.grouping("v", heads)
     )
-    found = [(module.kv_b_proj.weight, key_value, f"{why}, k {nope} + v {value} rows")]
-    query = next(
-        (
-            getattr(module, n)
-            for n in ("q_b_proj", "q_proj")
-            if _has_weight(getattr(module, n, None))
-        ),
-        None,
-    )
+    found = [(key_value.weight, layout, f"{why}, k {nope} + v {value} rows")]
+    query = _child(module, ("q_b_proj", "q_proj"))
     if query is not None:
         _expect(query.weight, heads * (nope + rope), source)
         layout = lay.mla_query(heads, nope, rope, wanted.grouping("q", heads))
@@ -308,43 +318,44 @@ def _mla(module: nn.Module, config: object, wanted: _Wanted):
     return found + _output(module, _Sizes(heads, heads, value, source), wanted)
 
 
-def _separate(module: nn.Module, config: object, wanted: _Wanted):
+def _separate(module: nn.Module, config: object, wanted: _Wanted) -> list[_Found] | None:
     """Q, K and V as three weights."""
     for names in _SEPARATE:
-        children = [getattr(module, name, None) for name in names]
-        if all(_has_weight(child) for child in children):
+        children = [c for n in names if _has_weight(c := getattr(module, n, None))]
+        if len(children) == len(names):
             sizes = _sizes(module, config)
             if wanted.share_qk and sizes.heads != sizes.kv_heads:
                 raise ValueError(
                     f"group_muon: {sizes.heads} query heads and {sizes.kv_heads} KV heads cannot share "
-                    "a random partition; leave share_qk off"
+                    "a random partition; set share_qk=False"
                 )
-            found = [_one(c.weight, segment, sizes, wanted) for segment, c in zip("qkv", children)]
+            parts = zip("qkv", children, strict=True)
+            found = [_one(child.weight, segment, sizes, wanted) for segment, child in parts]
             return found + _output(module, sizes, wanted)
     return None
 
 
-def _c_attn(module: nn.Module, config: object, wanted: _Wanted):
-    """GPT-2 and nanoGPT: all of Q, then K, then V; Hugging Face's Conv1D stores it in × out."""
+def _c_attn(module: nn.Module, config: object, wanted: _Wanted) -> list[_Found] | None:
+    """GPT-2 and nanoGPT: all of Q, then K, then V. Hugging Face's Conv1D stores it as in × out."""
     child = getattr(module, "c_attn", None)
     if not _has_weight(child):
         return None
     if hasattr(module, "q_attn"):
-        raise _Unresolved("cross-attention packs K and V without Q")
+        raise _UnresolvedError("cross-attention packs K and V without Q")
     flipped = type(child).__name__ == "Conv1D"
     sizes = _sizes(module, config)
     order = lay.packed_qkv
     if _family(module, config) == "gpt_bigcode":
-        sizes.kv_heads = 1 if config.multi_query else sizes.heads
-        order = lay.packed_qkv if config.multi_query else lay.interleaved_qkv
-    return [_qkv(child.weight, order, sizes, wanted, flipped)] + _output(
-        module, sizes, wanted, flipped
-    )
+        multi_query = _flag(config, "multi_query")
+        sizes.kv_heads = 1 if multi_query else sizes.heads
+        order = lay.packed_qkv if multi_query else lay.interleaved_qkv
+    found = _qkv(child.weight, order, sizes, wanted, flipped)
+    return [found, *_output(module, sizes, wanted, flipped)]
 
 
-def _fused(module: nn.Module, config: object, wanted: _Wanted):
-    """Q, K and V in one weight, in an order that only the model family tells."""
-    child = next((c for n in _FUSED if _has_weight(c := getattr(module, n, None))), None)
+def _fused(module: nn.Module, config: object, wanted: _Wanted) -> list[_Found] | None:
+    """Q, K and V in one weight, in an order that depends on the model family."""
+    child = _child(module, _FUSED)
     if child is None:
         return None
     sizes = _sizes(module, config)
@@ -352,18 +363,25 @@ def _fused(module: nn.Module, config: object, wanted: _Wanted):
     if family in ("gpt_neox", "bloom"):
         order = lay.interleaved_qkv
     elif family == "falcon":
-        grouped = config.new_decoder_architecture
+        grouped = _flag(config, "new_decoder_architecture")
+        multi_query = _flag(config, "multi_query")
         if not grouped:
-            sizes.kv_heads = 1 if config.multi_query else sizes.heads
-        order = lay.packed_qkv if config.multi_query and not grouped else lay.interleaved_qkv
+            sizes.kv_heads = 1 if multi_query else sizes.heads
+        order = lay.packed_qkv if multi_query and not grouped else lay.interleaved_qkv
     elif family == "phi3":
         order = lay.packed_qkv
     else:
-        raise _Unresolved(f"the order of rows in a fused weight of '{family}' is not known")
-    return [_qkv(child.weight, order, sizes, wanted)] + _output(module, sizes, wanted)
+        raise _UnresolvedError(f"the row order of fused weights in '{family}' is unknown")
+    return [_qkv(child.weight, order, sizes, wanted), *_output(module, sizes, wanted)]
 
 
-def _qkv(weight: Tensor, order: Callable, sizes: _Sizes, wanted: _Wanted, flipped: bool = False):
+def _qkv(
+    weight: Tensor,
+    order: Callable[..., str],
+    sizes: _Sizes,
+    wanted: _Wanted,
+    flipped: bool = False,
+) -> _Found:
     """A weight that holds Q, K and V, in that order."""
     heads, kv_heads, head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
     _expect(weight, (heads + 2 * kv_heads) * head_dim, sizes.source, axis=1 if flipped else 0)
@@ -383,7 +401,7 @@ def _qkv(weight: Tensor, order: Callable, sizes: _Sizes, wanted: _Wanted, flippe
     )
 
 
-def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted):
+def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted) -> _Found:
     """A weight that holds Q, K or V."""
     heads = sizes.heads if segment == "q" else sizes.kv_heads
     _expect(weight, heads * sizes.head_dim, sizes.source)
@@ -392,9 +410,11 @@ def _one(weight: Tensor, segment: str, sizes: _Sizes, wanted: _Wanted):
     return weight, layout, why
 
 
-def _output(module: nn.Module, sizes: _Sizes, wanted: _Wanted, flipped: bool = False) -> list:
-    """The output projection, whose heads are columns (rows, where it is stored in × out)."""
-    child = next((c for n in _OUTPUT if _has_weight(c := getattr(module, n, None))), None)
+def _output(
+    module: nn.Module, sizes: _Sizes, wanted: _Wanted, flipped: bool = False
+) -> list[_Found]:
+    """The output projection, whose heads are columns (or rows, if stored as in × out)."""
+    child = _child(module, _OUTPUT)
     if child is None:
         return []
     _expect(child.weight, sizes.heads * sizes.head_dim, sizes.source, axis=0 if flipped else 1)
@@ -419,36 +439,45 @@ def _sizes(module: nn.Module, config: object) -> _Sizes:
 def _declared(
     module: nn.Module, config: object, names: tuple[str, ...], default: int | None = None
 ) -> tuple[int, str]:
-    """The first of these numbers that the module, or else its config, declares; and where."""
+    """The first of these numbers that the module or its config declares, and where."""
     for owner, place in ((module, "module"), (config, "config")):
         for name in names:
             value = getattr(owner, name, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value, f"{place}.{name}"
     if default is None:
-        raise _Unresolved(f"neither the module nor its config declares {' or '.join(names)}")
+        raise _UnresolvedError(f"neither the module nor its config declares {' or '.join(names)}")
     return default, "default"
 
 
 def _expect(weight: Tensor, extent: int, source: str, axis: int = 0) -> None:
     if weight.dim() != 2 or weight.shape[axis] != extent:
         side = ("rows", "columns")[axis]
-        raise _Unresolved(
+        raise _UnresolvedError(
             f"{extent} {side} declared ({source}), but the shape is {tuple(weight.shape)}"
         )
 
 
-def _has_weight(module) -> bool:
+def _has_weight(module: object) -> TypeGuard[_Weighted]:
     return isinstance(getattr(module, "weight", None), Tensor)
+
+
+def _child(module: nn.Module, names: tuple[str, ...]) -> _Weighted | None:
+    """The first of these children that has a weight."""
+    return next(filter(_has_weight, (getattr(module, name, None) for name in names)), None)
+
+
+def _flag(config: object, name: str) -> bool:
+    return bool(getattr(config, name))
 
 
 def _heads_text(heads: int, kv_heads: int) -> str:
     return f"{heads} heads" if heads == kv_heads else f"{heads} heads, {kv_heads} KV heads"
 
 
-def _table(rows: list[tuple[str, tuple, _Choice]]) -> str:
-    """One line for all weights that differ in the layer's number only."""
-    merged: dict[tuple, int] = {}
+def _table(rows: list[_Row]) -> str:
+    """One line for all weights that differ only in the layer number."""
+    merged: dict[tuple[str, str, str, str, str], int] = {}
     for name, shape, choice in rows:
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         shape_text = "×".join(map(str, shape))
@@ -457,9 +486,8 @@ def _table(rows: list[tuple[str, tuple, _Choice]]) -> str:
     header = ("weight", "count", "shape", "optimizer", "groups", "why")
     lines = [header] + [(name, str(count), *rest) for (name, *rest), count in merged.items()]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
+    padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def _groups_text(layout: str) -> str:

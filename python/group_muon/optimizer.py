@@ -1,53 +1,78 @@
-"""GroupMuon as a torch.optim.Optimizer: a thin shell over the operator group_muon::step_."""
+"""GroupMuon as a torch.optim.Optimizer: a thin wrapper around the operator group_muon::step_."""
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 _ops = torch.ops.group_muon
+_Loss = TypeVar("_Loss")
 
-# Options that weights must share to be stepped in one call, in the operator's words.
-_SHARED = (
-    "momentum",
-    "nesterov",
-    "average",
-    "seed",
-    "base_scale",
-    "transfer",
-    "reference",
-    "method",
-    "coefficients",
-    "steps",
-    "tail_steps",
-    "restarts",
-    "precision",
-    "engine",
-    "eps",
-    "relative_eps",
-    "rank_tolerance",
-)
+# Arguments of step_ for one weight: parameter, gradient, momentum buffer, layout, name, partition,
+# step, lr and weight decay.
+_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float]
 
 
-def _operator_options(options: dict) -> dict:
-    """Options as the operators take them: coefficients by name or, flat, by value."""
-    result = dict(options)
+class StepOptions(TypedDict, total=False):
+    """Options that weights must share to be stepped in one call, by the operator's argument names."""
+
+    momentum: float
+    nesterov: bool
+    average: bool
+    seed: int
+    base_scale: str
+    transfer: str
+    reference: str
+    method: str
+    coefficients: str | Sequence[Sequence[float]]
+    steps: int
+    tail_steps: int
+    restarts: Sequence[int]
+    precision: str | torch.dtype
+    engine: str
+    eps: float
+    relative_eps: bool
+    rank_tolerance: float
+
+
+class _State(TypedDict):
+    """State of one parameter."""
+
+    step: int
+    momentum_buffer: Tensor
+
+
+_SHARED = tuple(StepOptions.__annotations__)
+
+
+def _shared(group: Mapping[str, Any]) -> StepOptions:
+    return cast(StepOptions, {key: group[key] for key in _SHARED})
+
+
+def _operator_options(options: StepOptions) -> dict[str, object]:
+    """Options as the operators take them: coefficients by name or as a flat list of values."""
     coefficients = options["coefficients"]
-    listed = not isinstance(coefficients, str)
-    if listed and not (coefficients and all(isinstance(t, Sequence) for t in coefficients)):
-        raise ValueError("group_muon: coefficients should be a name or at least one (a, b, c)")
-    result["precision"] = str(options["precision"]).removeprefix("torch.")
-    result["steps"], result["tail_steps"] = int(options["steps"]), int(options["tail_steps"])
-    result["restarts"] = list(options["restarts"])
-    result["custom_coefficients"] = []
-    if listed:
-        result["coefficients"] = "quintic"
-        result["custom_coefficients"] = [
-            float(value) for triple in coefficients for value in triple
-        ]
-    return result
+    custom: list[float] = []
+    if not isinstance(coefficients, str):
+        if not (coefficients and all(isinstance(t, Sequence) for t in coefficients)):
+            raise ValueError(
+                "group_muon: coefficients should be a name or a list of at least one (a, b, c)"
+            )
+        custom = [float(value) for triple in coefficients for value in triple]
+        coefficients = "quintic"
+    return {
+        **options,
+        "coefficients": coefficients,
+        "custom_coefficients": custom,
+        "steps": int(options["steps"]),
+        "tail_steps": int(options["tail_steps"]),
+        "restarts": list(options["restarts"]),
+        "precision": str(options["precision"]).removeprefix("torch."),
+    }
 
 
 def _refuse_dtensor(parameter: Tensor, name: str) -> None:
@@ -55,7 +80,7 @@ def _refuse_dtensor(parameter: Tensor, name: str) -> None:
     if module is not None and isinstance(parameter, module.DTensor):
         raise TypeError(
             f"group_muon: parameter '{name}' is a DTensor. Heads would be cut from the local shard "
-            "instead of the whole weight, so sharded weights are refused until GroupMuon can shard."
+            "instead of the whole weight, so GroupMuon does not support sharded weights; pass whole ones."
         )
 
 
@@ -67,14 +92,14 @@ def orthogonalize(
     steps: int = 5,
     tail_steps: int = 0,
     restarts: Sequence[int] = (),
-    precision: str = "auto",
+    precision: str | torch.dtype = "auto",
     engine: str = "auto",
     eps: float = 1e-7,
     relative_eps: bool = True,
     rank_tolerance: float = 0.0,
 ) -> Tensor:
-    """Orthogonalizes every matrix of blocks (… × m × n); the result is in the working precision."""
-    options = dict(
+    """Orthogonalizes each matrix of blocks (… × m × n). The result is in the working precision."""
+    options: StepOptions = dict(  # torch.compile cannot trace StepOptions(...)
         method=method,
         coefficients=coefficients,
         steps=steps,
@@ -90,54 +115,57 @@ def orthogonalize(
 
 
 def engines() -> list[str]:
-    """The engines that run on this CPU, the best last; GROUP_MUON_CPU=avx2 forbids better ones."""
+    """The engines that run on this CPU, the best last. GROUP_MUON_CPU=avx2 forbids better ones."""
     return _ops.engines()
 
 
 class GroupMuon(torch.optim.Optimizer):
     """Muon that orthogonalizes groups of attention heads.
 
-    Runs on any device libtorch has; tested on CPU and meta, untested on CUDA. load_state_dict
-    restores the saved options too, the layout with its groupings among them: to change them, call
-    set_grouping (or edit param_groups) after loading.
+    Runs on any device that libtorch supports; tested on CPU and meta, untested on CUDA.
+    load_state_dict also restores the saved options, including the layout and its groupings. To
+    change them, call set_grouping (or edit param_groups) after loading.
 
     Args:
-        params: matrices (or parameter groups of them); embeddings, head, gains and biases belong
-            to AdamW. ``group_muon.param_groups(model)`` makes the split.
-        lr: learning rate; with the default scale the size of one entry's step.
+        params: matrices (or parameter groups of them). Use AdamW for embeddings, head, gains and
+            biases. ``group_muon.param_groups(model)`` makes the split.
+        lr: learning rate; with the default scale, the size of one entry's step.
         momentum: in [0, 1).
         nesterov: orthogonalize the look-ahead G + μM instead of M.
-        average: momentum as a running average, μM + (1-μ)G, instead of as a sum, μM + G.
+        average: momentum as a running average, μM + (1-μ)G, instead of a sum, μM + G.
         weight_decay: decoupled.
-        layout: where the heads lie and how they are grouped: see ``group_muon.packed_qkv`` and
-            its neighbours. The default is plain Muon.
-        seed: of the random partitions, which depend on it, the step and the parameter's name
-            (pass named parameters) or place.
-        partitions: a name for each parameter of a group, for its random partitions alone:
-            parameters of one name draw the same, such as Q and K of a layer.
-        method: "newton_schulz", "gram" (same polynomial, on the Gram matrix: less work),
-            "accurate_gram" (that matrix in fp32: less rounding), "exact" (SVD) or "auto" ("gram"
-            where an engine of our own runs, else "newton_schulz").
-        coefficients: "quintic", "polar_express", "you_jiacheng", or a list of (a, b, c), one a step.
-        steps: iterations, for named coefficients.
-        tail_steps: further iterations that converge to the exact polar factor.
-        restarts: for Gram methods, steps after which to start anew; empty: chosen, block by block.
-        precision: "bfloat16", "float32", "float64", or "auto": bfloat16 where the device has it in
-            hardware, else float32. The first step puts the word that "auto" comes to into the
-            parameter group, so that a saved state keeps it.
-        engine: which code runs the Gram methods: "auto", "portable" (libtorch's operations), or one
-            of our own for a kind of CPU: "neon", "avx2", "avx512", "avx512_bf16".
+        layout: where the heads lie and how they are grouped; see ``group_muon.packed_qkv`` and
+            the other layout functions. The default is plain Muon.
+        seed: seed of the random partitions. They also depend on the step and on the parameter's
+            name (pass named parameters) or index.
+        partitions: a name for each parameter of a group, used only for its random partitions.
+            Parameters with the same name draw the same partition, such as Q and K of a layer.
+        method: "newton_schulz", "gram" (the same polynomial on the Gram matrix: less work),
+            "accurate_gram" (with that matrix in fp32: less rounding), "exact" (SVD) or "auto"
+            ("gram" with a SIMD engine, else "newton_schulz").
+        coefficients: "quintic", "polar_express", "you_jiacheng", or a list of (a, b, c), one per
+            step.
+        steps: number of iterations, for named coefficients.
+        tail_steps: number of additional iterations that converge to the exact polar factor.
+        restarts: for Gram methods, steps after which to restart. Empty: chosen for each block.
+        precision: "bfloat16", "float32", "float64", or "auto": bfloat16 if the device has it in
+            hardware, else float32. The first step replaces "auto" in the parameter group by the
+            chosen precision, so a saved state keeps it.
+        engine: which code runs the Gram methods: "auto", "portable" (libtorch's operations), or a
+            SIMD engine for one kind of CPU: "neon", "avx2", "avx512", "avx512_bf16".
             ``group_muon.engines()`` lists those that run here.
         eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
-        rank_tolerance: for "exact", the fraction of the largest singular value that counts as 0.
+        rank_tolerance: for "exact", the fraction of the largest singular value up to which
+            singular values count as 0. 0: by precision.
         base_scale: "naive", "keller_jordan", "mup", "moonlight" or "sqrt_max".
-        transfer: how lr moves from the reference shape to a block's: the same names, or "same".
+        transfer: rule that transfers lr from the reference shape to a block's shape: the same
+            names, or "same" for base_scale.
         reference: "segment" (Q, K or V alone) or "matrix" (the whole weight).
     """
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | Tensor = 3.6e-4,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -151,7 +179,7 @@ class GroupMuon(torch.optim.Optimizer):
         steps: int = 5,
         tail_steps: int = 0,
         restarts: Sequence[int] = (),
-        precision: str = "auto",
+        precision: str | torch.dtype = "auto",
         engine: str = "auto",
         eps: float = 1e-7,
         relative_eps: bool = True,
@@ -167,30 +195,30 @@ class GroupMuon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A state of an older version lacks the options that came later.
+        # A state saved by an older version lacks newer options.
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not all("layout" in group for group in state_dict["param_groups"]):
             raise ValueError(
-                "group_muon: this is not a state of GroupMuon; load_muon takes that of torch.optim.Muon"
+                "group_muon: this is not a GroupMuon state; use load_muon for one of torch.optim.Muon"
             )
         before = [group["layout"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         after = [group["layout"] for group in self.param_groups]
-        for old, new in zip(before, after):
+        for old, new in zip(before, after, strict=True):
             if old != new:
                 warnings.warn(
-                    f"group_muon: the loaded state replaces the layout '{old}' by '{new}'; to keep "
+                    f"group_muon: the loaded state replaces the layout '{old}' by '{new}'; to use "
                     "another grouping, call set_grouping after loading",
                     stacklevel=2,
                 )
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             self._check(*list(self._named_groups())[-1])
@@ -199,9 +227,9 @@ class GroupMuon(torch.optim.Optimizer):
             raise
 
     def set_grouping(self, grouping: str | int, segment: str) -> None:
-        """Another grouping from the next step on, for the segments of that name ("q", "k", …; "" for
-        all) in every parameter group that has one. Momentum is kept."""
-        changes = []  # all layouts are checked before the first is changed
+        """Changes the grouping from the next step on, for the segments with this name ("q", "k", …; "": all
+        segments) in every parameter group that has one. Momentum is kept."""
+        changes = []  # check all layouts before changing any
         for group, names in self._named_groups():
             if _ops.has_segment(group["layout"], segment):
                 layout = _ops.with_grouping(group["layout"], str(grouping), segment)
@@ -211,30 +239,36 @@ class GroupMuon(torch.optim.Optimizer):
             words = (word for group in self.param_groups for word in group["layout"].split())
             known = sorted({word.split("=")[0] for word in words if "=" in word})
             raise ValueError(
-                f"group_muon: no parameter group has a segment '{segment}' to group; there is "
+                f"group_muon: no parameter group has a segment '{segment}' to group; segments: "
                 + (", ".join(known) or "none")
             )
         for group, layout in changes:
             group["layout"] = layout
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], _Loss]) -> _Loss: ...
+
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], _Loss] | None = None) -> _Loss | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All is checked before anything is written.
+        # Check everything before writing anything.
         for group, names in self._named_groups():
             self._check(group, names)
             self._settle_precision(group)
-        # Groups whose options allow it are stepped together, so that their blocks batch.
-        batches: dict[str, tuple[dict, list]] = {}
+        # Groups with equal step options are stepped together, which batches their blocks.
+        batches: dict[str, tuple[StepOptions, list[_Weight]]] = {}
         for group, names in self._named_groups():
-            shared = {key: group[key] for key in _SHARED}
+            shared = _shared(group)
             _, weights = batches.setdefault(repr(shared), (shared, []))
             lr = float(group["lr"])
             for parameter, name, partition in zip(
-                group["params"], names, group["partitions"] or names
+                group["params"], names, group["partitions"] or names, strict=True
             ):
                 if parameter.grad is None:
                     continue
@@ -245,18 +279,18 @@ class GroupMuon(torch.optim.Optimizer):
                 )  # fmt: skip
         for shared, weights in batches.values():
             if weights:
-                _ops.step_(*map(list, zip(*weights)), **_operator_options(shared))
+                _ops.step_(*map(list, zip(*weights, strict=True)), **_operator_options(shared))
             for parameter, *_ in weights:
                 self.state[parameter]["step"] += 1
         return loss
 
-    def load_muon(self, muon: "torch.optim.Muon | dict") -> None:
-        """Takes over the momentum of a torch.optim.Muon over the same parameters, or of its
-        state_dict (by parameter names where both have them, else in order)."""
+    def load_muon(self, muon: "torch.optim.Muon | dict[str, Any]") -> None:
+        """Loads the momentum of a torch.optim.Muon over the same parameters, or of its state_dict
+        (matched by parameter name if both have names, else in order)."""
         buffers = self._muon_buffers(muon)
-        changes = []  # all is checked before anything is written
+        changes = []  # check everything before writing anything
         for group, names in self._named_groups():
-            for parameter, name in zip(group["params"], names):
+            for parameter, name in zip(group["params"], names, strict=True):
                 if id(parameter) not in buffers:
                     raise ValueError(f"group_muon: the other optimizer has no parameter '{name}'")
                 buffer, momentum = buffers[id(parameter)]
@@ -267,19 +301,21 @@ class GroupMuon(torch.optim.Optimizer):
                         f"group_muon: momentum of shape {tuple(buffer.shape)} does not fit parameter "
                         f"'{name}' of shape {tuple(parameter.shape)}"
                     )
-                # torch.optim.Muon keeps the average (1-μ)·ΣμⁱG; ours may be the plain sum.
+                # torch.optim.Muon keeps the average (1-μ)·ΣμⁱG; ours may be the sum ΣμⁱG.
                 scale = 1.0 if group["average"] else 1.0 / (1.0 - momentum)
                 changes.append((parameter, buffer * scale))
-        for parameter, momentum in changes:
-            self._state_of(parameter)["momentum_buffer"].copy_(momentum)
+        for parameter, loaded in changes:
+            self._state_of(parameter)["momentum_buffer"].copy_(loaded)
 
-    def _muon_buffers(self, muon: "torch.optim.Muon | dict") -> dict:
-        """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other one."""
+    def _muon_buffers(
+        self, muon: "torch.optim.Muon | dict[str, Any]"
+    ) -> dict[int, tuple[Tensor | None, float]]:
+        """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other optimizer."""
         groups = (
             muon.param_groups if isinstance(muon, torch.optim.Optimizer) else muon["param_groups"]
         )
         if not all("momentum" in group for group in groups):
-            raise ValueError("group_muon: load_muon takes torch.optim.Muon or its state_dict")
+            raise ValueError("group_muon: load_muon needs a torch.optim.Muon or its state_dict")
         if isinstance(muon, torch.optim.Optimizer):
             return {
                 id(p): (
@@ -292,32 +328,34 @@ class GroupMuon(torch.optim.Optimizer):
         theirs = [
             (name, (muon["state"].get(index, {}).get("momentum_buffer"), group["momentum"]))
             for group in muon["param_groups"]
-            for index, name in zip(group["params"], group.get("param_names") or group["params"])
+            for index, name in zip(
+                group["params"], group.get("param_names") or group["params"], strict=True
+            )
         ]
         ours = [
             (p, name)
             for group, names in self._named_groups()
-            for p, name in zip(group["params"], names)
+            for p, name in zip(group["params"], names, strict=True)
         ]
         by_name = dict(theirs)
         if all(isinstance(name, str) for name in by_name):
             return {id(p): by_name[name] for p, name in ours if name in by_name}
         if len(theirs) != len(ours):
             raise ValueError(
-                f"group_muon: the other optimizer has {len(theirs)} parameters, this one {len(ours)}; "
+                f"group_muon: the other optimizer has {len(theirs)} parameters, this one has {len(ours)}; "
                 "pass named parameters to both"
             )
-        return {id(p): entry for (p, _), (_, entry) in zip(ours, theirs)}
+        return {id(p): entry for (p, _), (_, entry) in zip(ours, theirs, strict=True)}
 
-    def _named_groups(self):
-        """Each group with the names of its parameters: given ones, or places in the optimizer."""
+    def _named_groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Each group with the names of its parameters: given, else their indices in the optimizer."""
         first = 0
         for group in self.param_groups:
             count = len(group["params"])
             yield group, group.get("param_names") or [str(first + i) for i in range(count)]
             first += count
 
-    def _state_of(self, parameter: Tensor) -> dict:
+    def _state_of(self, parameter: Tensor) -> _State:
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -326,8 +364,8 @@ class GroupMuon(torch.optim.Optimizer):
             )
         return state
 
-    def _settle_precision(self, group: dict) -> None:
-        """Puts what "auto" comes to for these weights in its place."""
+    def _settle_precision(self, group: dict[str, Any]) -> None:
+        """Replaces precision "auto" by the choice for these weights."""
         if group["precision"] != "auto":
             return
         for parameter in group["params"]:
@@ -337,9 +375,9 @@ class GroupMuon(torch.optim.Optimizer):
                 )
                 return
 
-    def _check(self, group: dict, names: list[str]) -> None:
-        """Refuses what the operator would refuse at the first step, now."""
-        for parameter, name in zip(group["params"], names):
+    def _check(self, group: dict[str, Any], names: list[str]) -> None:
+        """Rejects now what the operator would reject at the first step."""
+        for parameter, name in zip(group["params"], names, strict=True):
             _refuse_dtensor(parameter, name)
         partitions = group["partitions"]
         if partitions is not None and len(partitions) != len(group["params"]):
@@ -350,10 +388,10 @@ class GroupMuon(torch.optim.Optimizer):
             raise ValueError(f"group_muon: lr should have one element, not {group['lr'].numel()}")
         if not isinstance(group["layout"], str):
             raise TypeError(
-                f"group_muon: layout should be a text such as packed_qkv() makes, not {group['layout']!r}"
+                f"group_muon: layout should be a string such as packed_qkv() returns, not {group['layout']!r}"
             )
         _ops.check(
             group["params"], [p.grad for p in group["params"]], names, group["layout"],
             float(group["lr"]), float(group["weight_decay"]),
-            **_operator_options({key: group[key] for key in _SHARED}),
+            **_operator_options(_shared(group)),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fixtures of several test files."""
+"""Fixtures for several test files."""
 
 import pytest
 from running import random_walk, write_shard

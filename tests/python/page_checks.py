@@ -1,4 +1,4 @@
-"""Looking at a report page in Chromium: what it complains of, what it asks for, what it says."""
+"""Opens a report page in Chromium and collects its errors, requests and texts."""
 
 import contextlib
 import json
@@ -10,8 +10,8 @@ from playwright.sync_api import sync_playwright
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 
-# The place in the window of that point of a curve which is farthest from all other curves: there it
-# is clear which of them the mouse is on. Panels in which it cannot be seen are passed over.
+# Finds the point of a curve that is farthest from all other curves, so that it is clear which one the mouse is on.
+# Returns its position in the window. Skips panels in which the curve is not visible.
 FIND_POINT = """
 ([figure, name]) => {
   const points = (path) => [...path.getAttribute("d").matchAll(/(-?[\\d.]+),(-?[\\d.]+)/g)]
@@ -44,7 +44,7 @@ def is_own(url, path):
 
 @contextlib.contextmanager
 def open_page(path, color_scheme="light", width=1280, touch=False):
-    """The page, and a list that fills with what goes wrong: errors, requests for anything else."""
+    """The page, and a list that collects problems: errors, dialogs, and requests for anything else."""
     path = pathlib.Path(path).resolve()
     problems = []
     with sync_playwright() as playwright:
@@ -69,7 +69,7 @@ def open_page(path, color_scheme="light", width=1280, touch=False):
 
 
 def hover_curve(page, figure_selector, name):
-    """Puts the mouse on a point of that curve and returns what the tooltip says."""
+    """Moves the mouse to a point of the curve and returns the tooltip's text."""
     figure = page.locator(figure_selector).first
     curve = figure.locator(f"path.curve[data-name={json.dumps(name)}]").first
     curve.wait_for(state="attached")

@@ -1,7 +1,7 @@
-"""A real Slurm on this machine alone, for as long as a test needs it.
+"""A real Slurm on this machine alone, running only while a test needs it.
 
-Debian's packages slurm-wlm and munge suffice, without any service of theirs running: munged,
-slurmctld and slurmd are started here, talk over the loopback, and are stopped again.
+It needs Debian's packages slurm-wlm and munge, but none of their services. munged, slurmctld and
+slurmd are started here, talk over the loopback and are stopped again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CANCEL_SECONDS = 5
 COMMAND_SECONDS = 60
 POLL_SECONDS = 0.1
 TAIL_LINES = 30
-# What Slurm's commands take from the environment, which is another Slurm's if a job runs the tests.
+# Variables that Slurm's commands read. They belong to another Slurm if a job runs the tests.
 PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
 CONFIGURATION = """\
 ClusterName=private
@@ -61,21 +61,21 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def find(program: str) -> str | None:
-    """The path of a program, also of one for administrators."""
+    """The path of a program, including those in sbin."""
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def installed() -> bool:
-    """Whether this machine has what a private Slurm is made of."""
+    """Whether this machine has the programs that a private Slurm needs."""
     return all(find(program) for program in ("slurmctld", "slurmd", "sbatch", "munged"))
 
 
 @contextlib.contextmanager
 def private_slurm(folder: str | os.PathLike[str]) -> Iterator[dict[str, str]]:
-    """Runs a Slurm of one node, this machine with two CPUs, whose files are below the folder.
+    """Runs a Slurm with one node, this machine with two CPUs. Its files are in the folder.
 
     Yields the environment in which sbatch, squeue, sinfo and scontrol talk to it. At the end all
-    jobs are cancelled, and no process of Slurm or of a job is left.
+    jobs are cancelled and no process of Slurm or of a job is left.
     """
     home = pathlib.Path(tempfile.mkdtemp(prefix="slurm_", dir=folder)).resolve()
     environment = environment_for(home)
@@ -96,10 +96,10 @@ def private_slurm(folder: str | os.PathLike[str]) -> Iterator[dict[str, str]]:
 def wait_for_job(
     job: int | str, environment: dict[str, str], deadline_seconds: float
 ) -> dict[int, tuple[str, int]]:
-    """Waits until all tasks of an array job have left the queue; the state and exit code of each.
+    """Waits until all tasks of an array job have left the queue. Returns the state and exit code of each.
 
-    The states are Slurm's (COMPLETED, FAILED, CANCELLED, TIMEOUT, ...), the exit codes those of
-    subprocess: of a task that a signal ended, minus the signal. A job without an array is task 0.
+    States are Slurm's (COMPLETED, FAILED, CANCELLED, TIMEOUT, ...). Exit codes are as in subprocess:
+    negative for a task ended by a signal. A job without an array is task 0.
     """
     deadline = time.monotonic() + deadline_seconds
     while queue := command(environment, "squeue", "--noheader", "--array", f"--jobs={job}"):
@@ -111,7 +111,7 @@ def wait_for_job(
 
 
 def finished_tasks(job: int | str, environment: dict[str, str]) -> dict[int, tuple[str, int]]:
-    """What became of each task of a job, which slurmctld remembers for MinJobAge seconds."""
+    """State and exit code of each task of a job. slurmctld remembers them for MinJobAge seconds."""
     columns = "--Format=ArrayTaskID:.30,State:.30,exit_code:.30"
     options = ("--noheader", "--array", "--states=all", f"--jobs={job}", columns)
     rows = [line.split() for line in command(environment, "squeue", *options).splitlines()]
@@ -123,7 +123,7 @@ def finished_tasks(job: int | str, environment: dict[str, str]) -> dict[int, tup
 
 
 def command(environment: dict[str, str], *words: str) -> str:
-    """What a command of Slurm prints; a RuntimeError with its complaint if it fails."""
+    """The output of a Slurm command. Raises RuntimeError with its stderr if it fails."""
     done = subprocess.run(
         words, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
     )
@@ -133,17 +133,17 @@ def command(environment: dict[str, str], *words: str) -> str:
 
 
 def environment_for(home: pathlib.Path) -> dict[str, str]:
-    """The present environment without settings of another Slurm, but with this one's."""
+    """The current environment, with this Slurm's settings instead of another's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
     return {**kept, "SLURM_CONF": str(home / "slurm.conf")}
 
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[pathlib.Path]:
-    """A folder for munged, which all may enter and only we may write, and for paths of sockets.
+    """A folder with a short path for munged and for sockets. Everybody may enter it, only we may write.
 
-    munged refuses a folder like pytest's, which others may not enter, and a socket's path may not
-    have more than 107 characters.
+    munged rejects a folder like pytest's, which others may not enter, and the path of a socket may
+    have at most 107 characters.
     """
     with tempfile.TemporaryDirectory(prefix="slurm_", dir="/tmp") as name:
         folder = pathlib.Path(name)
@@ -152,7 +152,7 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 
 def munge_options(short: pathlib.Path) -> list[str]:
-    """Options of a munged with a new key, and with all its files in the short folder."""
+    """Options of a munged with a new key and all its files in the short folder."""
     key = short / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
@@ -163,7 +163,7 @@ def munge_options(short: pathlib.Path) -> list[str]:
 
 
 def configure(home: pathlib.Path, short: pathlib.Path) -> None:
-    """Writes the configuration files, and makes the folders that they name."""
+    """Writes the configuration files and creates the folders that they name."""
     for name in ("state", "spool", "cgroup"):
         (home / name).mkdir(mode=0o700)
     (short / "spool").symlink_to(home / "spool")
@@ -184,10 +184,10 @@ def configure(home: pathlib.Path, short: pathlib.Path) -> None:
 
 
 def no_cgroups(empty: pathlib.Path) -> str:
-    """A cgroup.conf that has slurmd leave the machine's cgroups alone.
+    """A cgroup.conf that makes slurmd ignore the machine's cgroups.
 
-    Before version 24.05 slurmd always loads a plugin for them, and looks for the machine's unless
-    told which: that for version 1 does nothing until another plugin asks it to.
+    Before version 24.05 slurmd always loads a cgroup plugin and detects the machine's version unless
+    told which. The plugin for version 1 does nothing until another plugin asks it to.
     """
     version = command(dict(os.environ), str(find("slurmd")), "-V")
     year, month = map(int, re.findall(r"\d+", version)[:2])
@@ -197,10 +197,10 @@ def no_cgroups(empty: pathlib.Path) -> str:
 
 
 def listening() -> str:
-    """The setting that has the daemons listen on the loopback only, where Slurm can do that.
+    """The setting that makes the daemons listen on the loopback only, where Slurm can do that.
 
-    It can listen on the address that the machine's name has, or else on all: there the new key of
-    munged keeps strangers out.
+    Slurm can listen on the address of the machine's name or on all addresses. In the latter case
+    munged's new key keeps strangers out.
     """
     with contextlib.suppress(OSError):
         if socket.gethostbyname(socket.gethostname()) == "127.0.0.1":
@@ -209,7 +209,7 @@ def listening() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports on which nothing listens now."""
+    """Different ports that are currently free."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in listeners:
@@ -221,7 +221,7 @@ def free_ports(count: int) -> list[int]:
 def daemon(
     name: str, home: pathlib.Path, environment: dict[str, str], *options: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a daemon in the foreground of a session of its own, which Ctrl-C does not reach."""
+    """Runs a daemon in the foreground of its own session, which Ctrl-C does not reach."""
     with open(home / f"{name}.out", "wb") as out:
         process = subprocess.Popen(
             [str(find(name)), *options],
@@ -239,7 +239,7 @@ def daemon(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, by force if it does not listen."""
+    """Ends a process, by force if it does not react."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -251,18 +251,18 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def wait_for_daemons(
     home: pathlib.Path, daemons: list[subprocess.Popen[bytes]], ready: Callable[[], bool]
 ) -> None:
-    """Waits until the daemons are ready; a RuntimeError with the ends of their logs if not."""
+    """Waits until the daemons are ready. Raises RuntimeError with the ends of their logs otherwise."""
     deadline = time.monotonic() + START_SECONDS
     while not ready():
         ended = [process.args[0] for process in daemons if process.poll() is not None]
         if ended or time.monotonic() > deadline:
             what = f"{', '.join(ended)} ended" if ended else f"not ready after {START_SECONDS} s"
-            raise RuntimeError(f"the private Slurm does not start: {what}\n{log_tails(home)}")
+            raise RuntimeError(f"the private Slurm did not start: {what}\n{log_tails(home)}")
         time.sleep(POLL_SECONDS)
 
 
 def node_is_idle(environment: dict[str, str]) -> bool:
-    """Whether slurmctld answers, and knows that slurmd does."""
+    """Whether slurmctld answers and sees slurmd."""
     options = ("--noheader", "--format=%T")
     with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
         return command(environment, "sinfo", *options).strip() == "idle"
@@ -270,7 +270,7 @@ def node_is_idle(environment: dict[str, str]) -> bool:
 
 
 def log_tails(home: pathlib.Path) -> str:
-    """The ends of what the daemons, and the steps of jobs, have written."""
+    """The ends of the logs of the daemons and of job steps."""
     files = [home / f"{name}.out" for name in ("munged", "slurmctld", "slurmd")]
     return "\n".join(
         "\n".join([f"--- {file}", *file.read_text(errors="replace").splitlines()[-TAIL_LINES:]])
@@ -280,7 +280,7 @@ def log_tails(home: pathlib.Path) -> str:
 
 
 def cancel_jobs(environment: dict[str, str]) -> None:
-    """Cancels all jobs, and gives them a little time to end."""
+    """Cancels all jobs and gives them a little time to end."""
     deadline = time.monotonic() + CANCEL_SECONDS
     with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
         jobs = command(environment, "squeue", "--noheader", "--format=%A").split()
@@ -291,7 +291,7 @@ def cancel_jobs(environment: dict[str, str]) -> None:
 
 
 def kill_leftovers(home: pathlib.Path) -> None:
-    """Kills what outlived the daemons: steps of jobs, and what a job put into the background."""
+    """Kills what outlived the daemons: job steps and background processes of jobs."""
     deadline = time.monotonic() + STOP_SECONDS
     while (left := leftovers(home)) and time.monotonic() < deadline:
         for process in left:
@@ -301,7 +301,7 @@ def kill_leftovers(home: pathlib.Path) -> None:
 
 
 def leftovers(home: pathlib.Path) -> list[int]:
-    """The processes of the Slurm with this home."""
+    """Processes that belong to the Slurm with this home."""
     processes = [path for path in pathlib.Path("/proc").iterdir() if path.name.isdigit()]
     return [int(path.name) for path in processes if of_job(path, home) or of_slurm(path, home)]
 
@@ -316,7 +316,7 @@ def of_job(process: pathlib.Path, home: pathlib.Path) -> bool:
 
 
 def of_slurm(process: pathlib.Path, home: pathlib.Path) -> bool:
-    """Whether a process is a program of Slurm that has a file in this home open."""
+    """Whether a process is a Slurm program that has a file in this home open."""
     if not target(process / "exe").name.startswith("slurm"):
         return False
     with contextlib.suppress(OSError):
@@ -325,7 +325,7 @@ def of_slurm(process: pathlib.Path, home: pathlib.Path) -> bool:
 
 
 def target(link: pathlib.Path) -> pathlib.Path:
-    """Where a link leads, nowhere if it has just gone or is not ours to read."""
+    """The target of a link; empty if the link is gone or cannot be read."""
     with contextlib.suppress(OSError):
         return link.readlink()
     return pathlib.Path()

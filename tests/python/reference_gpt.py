@@ -90,7 +90,7 @@ def read_tokens(path):
 
 
 def batch_at(stream, step, batch, context):
-    """The step's sequences in the first epoch: one window after the other, [batch, context + 1]."""
+    """The sequences of a step in the first epoch: consecutive windows, [batch, context + 1]."""
     starts = [(step * batch + i) * context for i in range(batch)]
     return torch.stack([stream[start : start + context + 1] for start in starts])
 
@@ -107,7 +107,7 @@ def newton_schulz(g):
 
 @torch.no_grad()
 def muon_step(weight, momentum, lr, groups, mu=0.95):
-    """Algorithm 1 with Nesterov and the script's scale; `groups` are lists of rows."""
+    """Algorithm 1 with Nesterov and the script's scale. `groups` are lists of rows."""
     momentum.mul_(mu).add_(weight.grad)
     look_ahead = weight.grad + mu * momentum
     for rows in groups:

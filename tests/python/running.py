@@ -1,4 +1,4 @@
-"""Runs of the program in tests: small data, small models, and what they left behind."""
+"""Helpers to run the program in tests: small data, small models, and reading what runs leave behind."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def values(run, name):
 
 
 def curve(run):
-    """All that the run measured, but for the clock."""
+    """The run's metrics without times."""
     clock = ("seconds", "tokens_per_second", "optimizer_seconds")
     return [{k: v for k, v in line.items() if k not in clock} for line in metrics(run)]
 

@@ -1,4 +1,4 @@
-"""Diagnostics from Python, in training, and of checkpoints."""
+"""Diagnostics from Python, during training, and of checkpoints."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ class TestPythonDoor:
         table = diagnostics.of_parameter(optimizer, weight, ["1", "2:random"])
         assert list(table) == ["packed", "three-way", "1", "2:random"]
         assert torch.equal(weight, kept[0]) and torch.equal(buffer, kept[1])
-        # The step that is then made, with the same random groups in Q and K, is the one measured.
+        # The next step, with the same random groups in Q and K, is the one that was measured.
         q = table["2:random"][1]
         update = diagnostics.scaled_update(expected, layout, name="w", step=2)
         optimizer.step()
@@ -155,7 +155,7 @@ class TestPythonDoor:
     def test_wrong_use(self):
         gradient = torch.randn(24, 8)
         layout = group_muon.separate(6, 4)
-        with pytest.raises(TypeError, match="no option 'metod'"):
+        with pytest.raises(TypeError, match="unknown option 'metod'"):
             diagnostics.measure(gradient, gradient, layout, metod="exact")
         with pytest.raises(ValueError, match="shape"):
             diagnostics.measure(gradient, torch.randn(3, 3), layout)
@@ -163,7 +163,7 @@ class TestPythonDoor:
         with pytest.raises(ValueError, match="lr should be 0 or more"):
             diagnostics.compare(part, part, lr=-1)
         other = diagnostics.measure(gradient[:12], gradient[:12], group_muon.separate(3, 4))[0]
-        with pytest.raises(ValueError, match="one shape, not 24x8 and 12x8"):
+        with pytest.raises(ValueError, match="same shape, not 24x8 and 12x8"):
             diagnostics.compare(part, other, lr=1)
         with pytest.raises(TypeError, match="floating-point"):
             diagnostics.measure(gradient.long(), gradient.long(), layout)
@@ -175,7 +175,7 @@ class TestPythonDoor:
         with pytest.raises(ValueError, match="no heads"):
             diagnostics.of_parameter(optimizer, weight, ["1"])
         headed = group_muon.GroupMuon([weight], layout=layout)
-        with pytest.raises(TypeError, match="list of texts"):
+        with pytest.raises(TypeError, match="list of strings"):
             diagnostics.of_parameter(headed, weight, "2:random")
         with pytest.raises(ValueError, match="does not have this parameter"):
             diagnostics.look_ahead(optimizer, torch.nn.Parameter(gradient))
@@ -220,7 +220,7 @@ class TestInTraining:
                 assert 0 <= line["ranks"][0] <= line["ranks"][3] <= line["rows"]
                 assert len(line["spectrum"]) == 17
             assert (line["part"] == "qkv") == ("imbalance" not in line)
-        # The update of the grouping that trains is the one in the metrics.
+        # The update of the grouping used in training equals the one in the metrics.
         first = [
             line["step_squared_norm"] * line["lr"] ** 2
             for line in lines
@@ -260,7 +260,7 @@ class TestInTraining:
             assert one["squared_norm"] == other["squared_norm"]
 
     def test_clipping_is_not_part_of_the_gradient(self, tmp_path, data):
-        """⟨G, O⟩ and nuclear norms are of the loss' own gradient; only momentum has the clipped one."""
+        """⟨G, O⟩ and nuclear norms use the unclipped gradient; only momentum uses the clipped one."""
         for name, clip in (("free", 0), ("clipped", 0.05)):
             train(
                 data, tmp_path / name, clip=clip, **{"diagnose-every": 12, "diagnose-groups": "1"}
@@ -271,7 +271,7 @@ class TestInTraining:
                 assert other["nuclear_norm"] == pytest.approx(one["nuclear_norm"], rel=1e-4)
             if one["of"] == "momentum" and "nuclear_norm" in one:
                 assert other["nuclear_norm"] < 0.5 * one["nuclear_norm"]
-            # The update does not depend on a factor.
+            # The update does not depend on the scale of the gradient.
             assert other["first_order"] == pytest.approx(one["first_order"], rel=0.02)
         program(
             "analyze",
@@ -388,13 +388,13 @@ class TestAnalyze:
                     if step["rescaled"]:
                         same = next(s for s in full["steps"] if s["factor"] == step["factor"])
                         assert step["norm"] == pytest.approx(same["norm"])
-                    if step["factor"] == 0.1:  # so small that the first order is most of it
+                    if step["factor"] == 0.1:  # so small that the first-order term dominates
                         assert step["decrease"] == pytest.approx(
                             step["first_order"], rel=0.3, abs=1e-4
                         )
 
     def test_the_direct_test_is_what_plain_pytorch_computes(self, tmp_path, data):
-        """Loss before and after the three-way step of all QKV matrices, by the reference model."""
+        """Compares the loss before and after a three-way step of all QKV matrices with the reference model."""
         run = tmp_path / "run"
         exact = {"engine": "portable", "method": "exact", "muon-precision": "float64"}
         train(data, run, steps=12, **exact)
@@ -452,14 +452,14 @@ class TestAnalyze:
         shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "run/checkpoints")
         done = program("analyze", tmp_path / "run", check=False)
         assert done.returncode == 1
-        assert "is of another model" in done.stderr and message in done.stderr
+        assert "is from a different model" in done.stderr and message in done.stderr
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             (["--factors", "0.5,2"], "one of the factors should be 1"),
             (["--factors", "1,-1"], "factors should be above 0"),
-            (["--layers", "7"], "there is no 7"),
+            (["--layers", "7"], "layers should be from 0 to 1, not 7"),
             (["--groups", "3"], "grouping '3'"),
             (["--data", "/nowhere"], "/nowhere"),
             (["--facotrs", "1"], "did you mean --factors"),
@@ -513,7 +513,7 @@ class TestPictures:
         run = tmp_path / "run"
         train(data, run, **{"diagnose-every": 4, "diagnose-groups": "1,2,2:random"})
         with (run / "diagnostics.jsonl").open("a") as file:
-            file.write('{"step": 12, "wei')  # a run that is still going
+            file.write('{"step": 12, "wei')  # as in a run that is still going
         for kind in ("ranks", "norms", "gain"):
             done = self.plot(kind, tmp_path / kind, run)
             assert done.returncode == 0, done.stderr

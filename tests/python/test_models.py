@@ -1,4 +1,4 @@
-"""param_groups on real models: Hugging Face's own classes with small configs, nanoGPT's shapes, torch's."""
+"""param_groups on real models: Hugging Face's classes with small configs, nanoGPT's shapes, torch's own modules."""
 
 import io
 import re
@@ -22,7 +22,7 @@ def names_of(groups):
 
 
 def trains(model, **options):
-    """Groups the model, takes a step on real gradients, and returns (layouts, AdamW's names, table)."""
+    """Groups the model's weights, takes a step on real gradients and returns (layouts, AdamW's names, table)."""
     table = io.StringIO()
     muon, adamw = param_groups(model, file=table, **options)
     layouts, adamw_names = layouts_of(muon), names_of(adamw)
@@ -166,8 +166,8 @@ def falcon_config(new, multi_query):
 
 @pytest.mark.parametrize("family", FUSED)
 def test_the_rows_of_a_layout_are_those_the_model_reads(family):
-    """Queries times 2 and keys by 2, by the layout's rows: attention must not change. Queries times
-    2 alone: it must."""
+    """Multiplies queries by 2 and divides keys by 2, in the layout's rows: attention must not change.
+    With the queries alone it must."""
     model = FUSED[family]().eval()
     muon, _ = param_groups(model, group_size=None, verbose=False)
     fused = [
@@ -177,7 +177,7 @@ def test_the_rows_of_a_layout_are_those_the_model_reads(family):
     tokens = torch.randint(64, (1, 6))
     with torch.no_grad():
         for weight, _ in fused:
-            weight.mul_(5)  # initial weights are small, and so would be the effect
+            weight.mul_(5)  # initial weights are so small that the effect would be too
         reference = model(tokens).logits
         for weight, layout in fused:
             along = weight if layout.startswith("rows") else weight.T
@@ -203,7 +203,7 @@ def test_deepseek_mla(q_lora_rank):
     model = transformers.DeepseekV3ForCausalLM(config)
     assert (
         model.model.layers[0].self_attn.config.head_dim == 4
-    )  # the rope part only: not to be trusted
+    )  # the rope part only, so it cannot be trusted
     layouts, _, table = trains(model, group_size=6)
     prefix = "model.layers.0.self_attn."
     query = prefix + ("q_proj.weight" if q_lora_rank is None else "q_b_proj.weight")
@@ -321,7 +321,7 @@ def test_head_counts_are_never_guessed():
 
 
 def test_a_stale_head_count_is_not_trusted():
-    """DeepSpeed #8384: the module says 6 heads of 4, but the weight has rows for 12."""
+    """DeepSpeed #8384: the module declares 6 heads of 4, but the weight has rows for 12."""
     model = NanoGpt()
     model.attn.n_head, model.attn.head_dim = 6, 4
     table = io.StringIO()
@@ -392,7 +392,7 @@ def test_unknown_segments_are_refused():
 
 
 class Nested(nn.Module):
-    """As torch.compile, DistributedDataParallel and multimodal models nest theirs."""
+    """Nests models as torch.compile, DistributedDataParallel and multimodal models do."""
 
     def __init__(self, **children):
         super().__init__()
@@ -449,7 +449,7 @@ def test_share_qk_is_for_q_and_k_alone():
             **SMALL, num_attention_heads=12, num_key_value_heads=12, head_dim=4
         )
     )
-    muon, _ = param_groups(model, {s: 6 for s in "qkvo"}, share_qk=True, verbose=False)
+    muon, _ = param_groups(model, dict.fromkeys("qkvo", 6), share_qk=True, verbose=False)
     partitions = {name: p for g in muon for (name, _), p in zip(g["params"], g["partitions"])}
     prefix = "model.layers.0.self_attn."
     assert partitions[prefix + "q_proj.weight"] == partitions[prefix + "k_proj.weight"]
@@ -461,7 +461,7 @@ def test_a_segment_that_no_weight_has_is_said():
     table = io.StringIO()
     model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, **HEADS, is_decoder=True))
     param_groups(model, {"q": 6, "o": 6}, file=table)
-    assert "note: no weight was found that holds the segment 'o'" in table.getvalue()
+    assert "note: no weight has the segment 'o'" in table.getvalue()
 
 
 def test_a_model_that_is_itself_called_attention_keeps_its_head():

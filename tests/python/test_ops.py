@@ -1,4 +1,4 @@
-"""The operators behind the Python door, checked by PyTorch's own opcheck."""
+"""The operators behind the Python package, checked with PyTorch's opcheck."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_opcheck_step():
 
 
 def test_step_says_what_it_writes():
-    """What the schema marks as written is written, and nothing else."""
+    """Exactly what the schema marks as written is written."""
     arguments = step_arguments()
     before = [[t.clone() for t in tensors] for tensors in arguments[:3]]
     torch.ops.group_muon.step_(*arguments, **_operator_options(STEP | ORTHOGONALIZE))
@@ -56,7 +56,9 @@ def test_step_says_what_it_writes():
 def test_lists_of_unequal_length_are_refused():
     arguments = list(step_arguments())
     arguments[1] = arguments[1][:2]
-    with pytest.raises(ValueError, match="lists of one length, that of the 3 weights"):
+    with pytest.raises(
+        ValueError, match="lists of equal length, with one entry for each of the 3 weights"
+    ):
         torch.ops.group_muon.step_(*arguments, **_operator_options(STEP | ORTHOGONALIZE))
 
 

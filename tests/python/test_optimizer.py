@@ -1,4 +1,4 @@
-"""GroupMuon as a torch.optim.Optimizer, held against torch.optim.Muon and against the C++ door."""
+"""GroupMuon as a torch.optim.Optimizer, compared with torch.optim.Muon and with the C++ optimizer."""
 
 import copy
 import io
@@ -42,8 +42,8 @@ def two_groups(params, **options):
 
 
 class TestAgainstTorchMuon:
-    """torch.optim.Muon with matching options. Both iterate in bf16, each within about 3% of the same
-    polynomial in fp64 (in Frobenius norm, small blocks being worst), so TOLERANCE is twice that."""
+    """Compares with torch.optim.Muon with matching options. Both iterate in bf16, each within about 3%
+    of the same polynomial in fp64 (Frobenius norm; small blocks are worst), so TOLERANCE is twice that."""
 
     TOLERANCE = 0.06
 
@@ -100,7 +100,7 @@ class TestAgainstTorchMuon:
         reference = copy.deepcopy((a, b))
         resumed = torch.optim.Muon(reference, lr=0.1, weight_decay=0)
         resumed.load_state_dict(muon.state_dict())
-        # Other order, other grouping of parameters: names or identity find the right buffer.
+        # In another order, names or identity find the right buffer.
         ours = [("b", b), ("a", a)] if named else [b, a] if source == "optimizer" else [a, b]
         group = GroupMuon(ours, lr=0.1, average=average, base_scale="keller_jordan")
         group.load_muon(muon if source == "optimizer" else muon.state_dict())
@@ -121,7 +121,7 @@ class TestAgainstTorchMuon:
         muon = torch.optim.Muon([a], lr=0.1)
         set_grads([a], 0)
         muon.step()
-        with pytest.raises(ValueError, match="has 1 parameters, this one 2"):
+        with pytest.raises(ValueError, match="has 1 parameters, this one has 2"):
             GroupMuon([a, b]).load_muon(muon.state_dict())
         with pytest.raises(
             ValueError, match=r"shape \(16, 32\) does not fit parameter '0' of shape \(24, 16\)"
@@ -132,14 +132,14 @@ class TestAgainstTorchMuon:
 
 
 class TestBothDoorsAgree:
-    """The C++ program runs the C++ optimizer on the same input; results are equal bit for bit."""
+    """The C++ optimizer runs on the same input; results are equal bit for bit."""
 
     @pytest.mark.parametrize("method", ["newton_schulz", "gram", "exact"])
     @pytest.mark.parametrize("precision", ["bfloat16", "float32", "float64"])
     @pytest.mark.parametrize("nesterov", [False, True])
     def test_bitwise(self, tmp_path, method, precision, nesterov):
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the C++ program: the number of threads may change sums
+        torch.set_num_threads(1)  # as in the C++ program: sums may depend on the number of threads
         try:
             self.compare(tmp_path, method, precision, nesterov)
         finally:
@@ -263,9 +263,9 @@ class TestContract:
 
     def test_states_of_other_optimizers_are_refused(self):
         w = parameter(24, 16)
-        with pytest.raises(ValueError, match="load_muon takes that of torch.optim.Muon"):
+        with pytest.raises(ValueError, match="use load_muon for one of torch.optim.Muon"):
             GroupMuon([w]).load_state_dict(torch.optim.Muon([w]).state_dict())
-        with pytest.raises(ValueError, match="load_muon takes torch.optim.Muon"):
+        with pytest.raises(ValueError, match="load_muon needs a torch.optim.Muon"):
             GroupMuon([w]).load_muon(torch.optim.AdamW([w]))
 
     def test_torch_dtypes_and_whole_floats_are_understood(self):
@@ -399,7 +399,7 @@ class TestContract:
         different = not torch.equal(stepped(**options), stepped(**plain))
         assert different
         if "transfer" in options or "base_scale" in options:
-            # The direction is the same, the factor that of the formula, for Q in blocks of 6 × 16.
+            # The direction is the same; the factor follows the formula, for Q in blocks of 6 × 16.
             out, reference = 6, 72 if options.get("reference") == "matrix" else 24
             alpha = {
                 "naive": lambda m: 1.0,
@@ -430,7 +430,7 @@ class TestContract:
             optimizer.set_grouping(5, "heads")
         assert optimizer.param_groups[0]["layout"] == "rows heads=12x2@0+2/6:random"
         with pytest.raises(
-            ValueError, match="no parameter group has a segment 'q' to group; there is heads"
+            ValueError, match="no parameter group has a segment 'q' to group; segments: heads"
         ):
             optimizer.set_grouping("2", "q")
 
@@ -554,9 +554,9 @@ class TestRefusals:
                 "unknown method 'svd': use auto, newton_schulz, gram, accurate_gram or exact",
             ),
             (dict(coefficients="cubic"), "unknown coefficients 'cubic'"),
-            (dict(coefficients=[]), "a name or at least one"),
-            (dict(coefficients=(3.4, -4.7, 2.0)), "a name or at least one"),
-            (dict(method="exact", restarts=[2]), "restarts are for the methods gram"),
+            (dict(coefficients=[]), "a name or a list of at least one"),
+            (dict(coefficients=(3.4, -4.7, 2.0)), "a name or a list of at least one"),
+            (dict(method="exact", restarts=[2]), "restarts apply only to the methods gram"),
             (dict(coefficients=[(1.0, 2.0)]), "triples a, b, c, not 2 numbers"),
             (dict(precision="float16"), "unknown precision 'float16'"),
             (dict(steps=0), "at least one step"),
@@ -593,7 +593,7 @@ class TestRefusals:
             (
                 torch.zeros(4, 4, dtype=torch.float16),
                 TypeError,
-                "in which momentum as a sum overflows",
+                "in which summed momentum overflows",
             ),
             (torch.zeros(4), ValueError, r"parameter 'w' of shape \[4\] has 1 dimension"),
         ],
@@ -603,7 +603,7 @@ class TestRefusals:
             GroupMuon([("w", weight)])
 
     def test_a_layout_that_is_no_text(self):
-        with pytest.raises(TypeError, match="layout should be a text such as packed_qkv"):
+        with pytest.raises(TypeError, match="layout should be a string such as packed_qkv"):
             GroupMuon([parameter(4, 4)], layout=None)
 
     def test_a_negative_step(self):
@@ -627,7 +627,7 @@ class TestRefusals:
 
     def test_a_refused_group_is_not_added(self):
         optimizer = GroupMuon([parameter(4, 4)])
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="use AdamW for biases"):
             optimizer.add_param_group({"params": [parameter(4)]})
         assert len(optimizer.param_groups) == 1
 

@@ -1,4 +1,4 @@
-"""group-muon report: what it says, what it leaves out, and how it looks in a real browser."""
+"""group-muon report: its numbers, what it leaves out, and the page in a real browser."""
 
 import csv
 import json
@@ -174,6 +174,16 @@ def test_runs_of_another_engine_or_precision_are_named(copy, key):
     assert f"note: runs differ in {key}: " in said and f"{other} (qk-1/seed-1)" in said
 
 
+def test_a_run_whose_engine_changed_midway_is_named(copy):
+    path = copy / "qk-1/seed-1/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if "validation_loss" in line)
+    lines[first] = re.sub(r'"engine":"\w+"', '"engine":"neon"', lines[first])
+    path.write_text("".join(lines))
+    said = program("report", copy, "--no-figures").stdout
+    assert "note: runs differ in engine: " in said and "neon (qk-1/seed-1)" in said
+
+
 def test_figures_with_one_validation_have_no_empty_panels(copy):
     for path in copy.rglob("metrics.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -194,7 +204,7 @@ def test_a_study_that_has_just_begun_has_a_report(copy, study):
         shutil.rmtree(path)
     program("report", copy)
     assert data_of(copy)["counts"]["waiting"] == 19
-    assert "no study in" in program("report", study / "packed", check=False).stderr
+    assert "contains no study" in program("report", study / "packed", check=False).stderr
 
 
 def test_without_matplotlib_the_page_is_written_and_the_figures_are_explained(copy):
@@ -284,7 +294,7 @@ def test_settings_of_the_studys_own_stand_beside_the_papers(study):
     assert "qk-growing" in (study / "report/figures/differences.svg").read_text()
     with open_page(study / "report/report.html") as (page, problems):
         assert "qk-growing: qk-group = 1@0,12@6" in page.locator("#table1").inner_text()
-        chips = page.locator("#differences .chips", has_text="Of this study")
+        chips = page.locator("#differences .chips", has_text="Own settings")
         assert chips.get_by_role("checkbox").is_checked()
         assert "qk-growing" in hover_curve(page, "#differences", "qk-growing")
         assert problems == []
@@ -294,7 +304,7 @@ def test_settings_of_the_studys_own_stand_beside_the_papers(study):
 def test_a_failed_run_shows_its_error_and_its_config(study):
     with open_page(study / "report/report.html") as (page, problems):
         runs = page.locator("#runs")
-        assert "the run cannot go on" in runs.inner_text()
+        assert "the run cannot continue" in runs.inner_text()
         runs.get_by_text("exploding/packed/seed-0").click()
         assert "1e+38" in runs.inner_text()
         assert problems == []

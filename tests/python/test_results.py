@@ -1,4 +1,4 @@
-"""The results in docs/results are what the program makes of the runs that are packed beside them."""
+"""The results in docs/results are what the program computes from the runs packed there."""
 
 import json
 import re

@@ -1,5 +1,6 @@
-"""group-muon study: real processes, killed, failed, side by side, and under a real Slurm."""
+"""group-muon study with real processes: killed, failed, in parallel, and under a real Slurm."""
 
+import contextlib
 import json
 import os
 import random
@@ -38,6 +39,7 @@ name = "exploding"
 settings = ["packed"]
 options = { muon-lr = 1e38 }
 """
+SETTINGS = ("packed", "three-way", "qk-2-random")
 TABLES = ("table.md", "table.csv", "table.tex")
 
 
@@ -58,12 +60,12 @@ def tables(folder):
 
 
 def of_runs(folder, name):
-    """That file of all runs. It does not look into their checkpoints, which come and go."""
+    """The file of that name in every run. Does not look into checkpoints, which come and go."""
     return [*folder.glob(f"*/seed-*/{name}"), *folder.glob(f"*/*/seed-*/{name}")]
 
 
 def starts(folder):
-    """How often each run was begun or gone on with."""
+    """How often each run was started or resumed."""
     return {
         str(path.parent.relative_to(folder)): len(path.read_text().splitlines())
         for path in of_runs(folder, "machine.jsonl")
@@ -138,14 +140,12 @@ def test_ten_kills_give_the_same_tables(finished, study, tmp_path):
     while killed < 10:
         worker = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
         time.sleep(moments.uniform(0.05, 1.5))
-        # All at once, as by a power cut; or the study alone, whose runs should then stop by themselves.
+        # Everything at once, as in a power cut, or the study alone, whose runs should then stop by themselves.
         everything = killed % 2 == 0
         victims = processes_of(out) if everything else [worker.pid]
         for victim in victims:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         worker.wait()
         until(lambda: not processes_of(out))
         killed += 1
@@ -168,29 +168,29 @@ def test_two_workers_share_the_runs(finished, study, tmp_path):
         output, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
         assert "6 of 6 done" in output
-    assert set(starts(out).values()) == {1}  # by one worker, and not begun again
+    assert set(starts(out).values()) == {1}  # each by one worker, and not started again
     assert tables(out) == expected
 
 
 def test_a_run_is_taken_over_from_a_dead_worker_only(finished, study, tmp_path):
-    _, _, expected, data = finished
+    _, _, _, data = finished
     file = study(STUDY.replace("steps = 12", "steps = 400"))
     out = tmp_path / "taken"
     script = program("study", file, "--data", data, "--out", out, "--slurm", "--dry-run").stdout
     assert "#SBATCH --array=0-5\n" in script and not out.exists()
-    # A stopped study leaves its folder, in which a single run can be addressed.
+    # A stopped study leaves its folder, in which a single run can be started.
     worker = subprocess.Popen([PROGRAM, "study", str(file), "--data", str(data), "--out", str(out)])
-    until(lambda: (out / "study.toml").exists())
+    until((out / "study.toml").exists)
     worker.send_signal(signal.SIGINT)
     assert worker.wait(timeout=60) == 128 + signal.SIGINT
     words = [PROGRAM, "study", "run", str(out), "packed/seed-1"]
     holder = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    until(lambda: (out / "packed/seed-1/checkpoints").is_dir())
-    holder.send_signal(signal.SIGSTOP)  # alive, but not to finish it meanwhile
+    until((out / "packed/seed-1/checkpoints").is_dir)
+    holder.send_signal(signal.SIGSTOP)  # alive, but does not finish the run
     refused = program(*words[1:], check=False)
     assert refused.returncode == 75
-    assert "another process is at work on packed/seed-1" in refused.stderr
-    # A study waits for it, and takes it over when its worker dies.
+    assert "another process is running packed/seed-1" in refused.stderr
+    # A study waits for the run and takes it over when its worker dies.
     waiting = subprocess.Popen([PROGRAM, "study", str(out), "--jobs", "2"], stdout=subprocess.PIPE)
     until(lambda: len(of_runs(out, "result.json")) == 5)
     time.sleep(1.5)  # it looks around every second
@@ -217,7 +217,7 @@ def test_stopping_saves_checkpoints_and_says_how_to_go_on(finished, study, tmp_p
     worker.send_signal(signal.SIGTERM)
     output, _ = worker.communicate(timeout=60)
     assert worker.returncode == 128 + signal.SIGTERM
-    assert f"go on with: group-muon study {out}" in output
+    assert f"resume with: group-muon study {out}" in output
     assert any((out / "packed/seed-0/checkpoints").iterdir())
     assert not processes_of(out)
 
@@ -229,7 +229,7 @@ def test_a_failed_run_is_kept_with_its_error_and_does_not_stop_the_rest(study, d
     assert done.returncode == 1
     assert "6 of 7 done, 0 running, 1 failed" in done.stdout and "--retry" in done.stdout
     error = (out / "exploding/packed/seed-0/error.txt").read_text()
-    assert "the run cannot go on" in error
+    assert "the run cannot continue" in error
     assert "failed: " in program(*words, "--list").stdout
     before = starts(out)
     assert program("study", out, check=False).returncode == 1
@@ -257,7 +257,7 @@ def test_a_changed_study_is_noticed(finished, study, tmp_path):
     longer = study(STUDY.replace("steps = 12", "steps = 13"))
     assert program("study", longer, *words, "--dry-run", check=False).returncode == 1
     listed = program("study", longer, *words, "--list").stdout
-    assert listed.count("is another run than this: steps = 13 conflicts") == 6, listed
+    assert listed.count("differs from the study: steps = 13 conflicts") == 6, listed
 
 
 def test_a_study_can_grow_and_shrink(finished, study, tmp_path):
@@ -271,6 +271,29 @@ def test_a_study_can_grow_and_shrink(finished, study, tmp_path):
     assert "4 of 4 done" in fewer.stdout and (copy / "three-way/seed-0/result.json").exists()
 
 
+def test_seeds_can_be_added_from_the_command_line(finished, tmp_path):
+    folder = shutil.copytree(finished[1], tmp_path / "more")
+    before = starts(folder)
+    out = program("study", folder, "--seeds", 3).stdout
+    assert "9 of 9 done" in out and out.count("begin") == 3
+    assert starts(folder) == before | {f"{name}/seed-2": 1 for name in SETTINGS}
+    program("study", folder)  # the folder remembers the number of seeds
+    assert "seeds = 3" in (folder / "study.toml").read_text()
+    lines = program("report", folder, "--no-figures").stdout.splitlines()
+    (row,) = [line for line in lines if line.startswith("QK g = 2 random")]
+    mean = (
+        sum(values(folder / f"qk-2-random/seed-{s}", "validation_loss")[-1] for s in range(3)) / 3
+    )
+    assert row.split()[5:7] == ["3", f"{mean:.4f}"]
+    assert "not evidence" in "".join(lines)
+
+
+def test_seeds_that_catch_up_with_more_seeds(study, tmp_path):
+    file = study(STUDY + "[more-seeds]\npacked = 3\nthree-way = 5\n")
+    for seeds, planned in ((2, 2 + 3 + 5), (3, 3 + 3 + 5), (4, 4 + 4 + 5)):
+        assert f"{planned} runs" in program("study", file, "--seeds", seeds, "--list").stdout
+
+
 def test_runs_that_leave_the_study_while_it_runs_are_let_go(finished, study, tmp_path):
     _, _, _, data = finished
     out = tmp_path / "study"
@@ -279,7 +302,7 @@ def test_runs_that_leave_the_study_while_it_runs_are_let_go(finished, study, tmp
     worker = subprocess.Popen(
         [PROGRAM, "study", file, *words, "--jobs", "1"], stdout=subprocess.PIPE, text=True
     )
-    until(lambda: (out / "packed/seed-0/metrics.jsonl").exists())
+    until((out / "packed/seed-0/metrics.jsonl").exists)
     written = out / "study.toml"
     written.write_text(
         written.read_text().replace("'qk-2-random'", "").replace("'three-way',", "'three-way'")
@@ -297,7 +320,7 @@ def test_an_edited_folder_is_noticed(finished, tmp_path):
     refused = program("study", copy, check=False)
     assert refused.returncode == 1 and "muon-lr" in refused.stderr, refused.stderr
     report = program("report", copy, "--no-figures").stdout
-    assert report.count("is another run than the study says") == 6
+    assert report.count("differs from the study: ") == 6
 
 
 def test_other_data_is_noticed(finished, study, tmp_path):
@@ -309,7 +332,7 @@ def test_other_data_is_noticed(finished, study, tmp_path):
     shard = other / "train_000000.bin"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
     refused = program("study", more, "--data", other, "--out", copy, check=False)
-    assert refused.returncode == 1 and "is not what the study" in refused.stderr
+    assert refused.returncode == 1 and "is not the data the study" in refused.stderr
 
 
 def test_data_that_cannot_be_read_is_refused_before_anything_is_written(study, tmp_path):
@@ -332,7 +355,7 @@ def test_damaged_results_are_failures_of_their_run_alone(finished, tmp_path):
     shutil.rmtree(copy / "packed/seed-1")
     done = program("study", copy, check=False)
     assert done.returncode == 1 and "5 of 6 done, 0 running, 1 failed" in done.stdout
-    assert "result.json cannot be read; with --retry" in program("study", copy, "--list").stdout
+    assert "result.json cannot be read; use --retry" in program("study", copy, "--list").stdout
     assert "6 of 6 done" in program("study", copy, "--retry").stdout
     assert values(copy / "packed/seed-0", "validation_loss") == values(
         out / "packed/seed-0", "validation_loss"
@@ -348,7 +371,7 @@ def test_a_stop_while_runs_start_is_no_failure(finished, study, tmp_path):
         worker.stdout.readline()
         worker.stdout.readline()  # the first run begins
         time.sleep(0.1 * attempt)
-        # To all, as a batch system does it, or to the study alone.
+        # To all processes, as batch systems do, or to the study alone.
         for process in processes_of(out) if attempt % 2 else [worker.pid]:
             os.kill(process, signal.SIGTERM)
         worker.communicate(timeout=60)
@@ -384,7 +407,7 @@ def test_wrong_words_are_errors_with_the_nearest_name(study, data, tmp_path):
     assert "did you mean 'muon-lr'?" in error(STUDY.replace("muon-lr", "muon-lrr"))
     assert "did you mean qk-2-random?" in error(STUDY.replace("qk-2-random", "qk-2-rand"))
     assert not (tmp_path / "x").exists()
-    assert "no study in" in program("study", data, check=False).stderr
+    assert "contains no study" in program("study", data, check=False).stderr
     missing = program("study", study(), "--data", tmp_path / "none", check=False)
     assert "there is no folder" in missing.stderr
 
@@ -408,7 +431,7 @@ def test_rules_are_the_same_for_single_heads_to_the_bit(data, tmp_path):
 
 
 def required(name):
-    """Continuous integration has everything; elsewhere a test may be left out."""
+    """Whether a test must run. Continuous integration has everything; elsewhere tests may be skipped."""
     return os.environ.get("GROUP_MUON_REQUIRE", "").find(name) >= 0
 
 
@@ -421,7 +444,7 @@ def test_an_array_job_runs_to_the_end_under_slurm(finished, study, tmp_path):
         done = program(*words, "--slurm-options", "--time=10", env=environment)
         job = re.search(r"Submitted batch job (\d+)", done.stdout).group(1)
         tasks = wait_for_job(job, environment, 120)
-        assert tasks == {task: ("COMPLETED", 0) for task in range(6)}
+        assert tasks == dict.fromkeys(range(6), ("COMPLETED", 0))
         assert set(starts(out).values()) == {1}
         assert tables(out) == expected
         assert "are finished or have failed" in program(*words, env=environment, check=False).stderr

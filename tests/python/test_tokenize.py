@@ -1,4 +1,4 @@
-"""group-muon tokenize, the program itself, held against tiktoken."""
+"""The program group-muon tokenize, compared with tiktoken."""
 
 import os
 import pathlib
@@ -140,7 +140,7 @@ def test_a_learnt_vocabulary_is_one_that_tiktoken_loads(tmp_path):
     texts = [path.read_bytes().decode() for path in files]
     assert documents_of(tokens(tmp_path), 999) == [learnt.encode_ordinary(text) for text in texts]
     assert len(tokens(tmp_path)) < 0.4 * sum(len(text) for text in texts)
-    # The same again from the file it saved.
+    # The saved file gives the same tokens.
     again = tmp_path / "again"
     tokenize(
         again, "--vocabulary", tmp_path / "vocabulary.tiktoken", *files, "--validation-fraction", 0
@@ -186,19 +186,19 @@ def test_shards_are_cut_and_validation_can_be_given(tmp_path, gpt2):
     "arguments, message",
     [
         (["missing.txt", "--learn", 300], "'missing.txt' is neither a file nor a folder"),
-        (["empty", "--learn", 300], "'empty' holds no .txt file"),
-        (["t.txt"], "which vocabulary?"),
-        (["t.txt", "--learn", 100], "has 257 entries at least"),
-        (["t.txt", "--learn", 5000], "the text has pairs for a vocabulary of"),
+        (["empty", "--learn", 300], "'empty' contains no .txt files"),
+        (["t.txt"], "give exactly one of --vocabulary"),
+        (["t.txt", "--learn", 100], "needs at least 257 entries"),
+        (["t.txt", "--learn", 5000], "the text only has enough pairs for a vocabulary of"),
         (["t.txt", "--learn", 70000], "16-bit tokens"),
-        (["-", "--learn", 300], "which standard input cannot"),
+        (["-", "--learn", 300], "so it cannot read standard input"),
         (
             ["t.txt", "--vocabulary", "nowhere.tiktoken"],
             "cannot open the vocabulary 'nowhere.tiktoken'",
         ),
-        (["t.txt", "--vocabulary", "bad.tiktoken"], "line 1: should be the base64 of a token"),
-        (["t.txt", "--vocabulary", "few.tiktoken"], "lacks the single byte"),
-        (["t.txt", "--vocabulary", "t.txt"], "is not a vocab.bpe of GPT-2's kind"),
+        (["t.txt", "--vocabulary", "bad.tiktoken"], "line 1: expected a token in base64"),
+        (["t.txt", "--vocabulary", "few.tiktoken"], "the vocabulary lacks byte"),
+        (["t.txt", "--vocabulary", "t.txt"], "is not a GPT-2 vocab.bpe file"),
         (["t.txt", "--learn", 300, "--threads", 0], "--threads"),
         (["t.txt", "--lern", 300], "--lern"),
     ],
@@ -225,7 +225,7 @@ def test_shards_are_not_mixed_with_older_ones(tmp_path):
     with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--shard-tokens", 100)
     assert len(list((tmp_path / "out").glob("*.bin"))) > 5
     refused = with_gpt2(tmp_path / "out", tmp_path / "t.txt", check=False)
-    assert refused.returncode == 1 and b"holds shards already" in refused.stderr
+    assert refused.returncode == 1 and b"already contains shards" in refused.stderr
     with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--overwrite")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["train_000000.bin", "val_000000.bin", "vocabulary.tiktoken"]
@@ -244,4 +244,4 @@ def test_some_text_is_always_kept_for_validation(tmp_path, documents):
         assert (training.count(END), validation.count(END)) == (documents - 1, 1)
     assert b"note" not in done.stdout
     none = with_gpt2(tmp_path / "none", tmp_path / "t.txt", "--validation-fraction", 0)
-    assert b"note: nothing to validate on" in none.stdout
+    assert b"note: there is no validation text" in none.stdout

@@ -1,4 +1,4 @@
-"""group-muon train and sample, the program itself: right numbers, and hard to break."""
+"""The programs group-muon train and sample: correct numbers, and robust against errors."""
 
 import fcntl
 import json
@@ -43,7 +43,7 @@ DOOR = os.environ["MODEL_DOOR"]
 
 
 def eventually(ask, seconds=60):
-    """The first answer that is no error."""
+    """The first answer that is not an error."""
     deadline = time.time() + seconds
     while True:
         try:
@@ -66,7 +66,7 @@ class TestParity:
         model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads)
         with torch.no_grad():
             for weight in model.parameters():
-                weight.mul_(3)  # away from the beginning, where much is small
+                weight.mul_(3)  # away from the initial weights, where gradients are small
         tokens = torch.randint(0, 100, (5, 25))
         save_model(model, tmp_path / "weights")
         save_file({"tokens": tokens}, tmp_path / "tokens")
@@ -140,7 +140,7 @@ class TestParity:
     def test_bf16_stays_near_fp32(self, tmp_path, data, engine):
         if engine not in ("portable", "avx512_bf16"):
             refused = train(data, tmp_path / "bf16", check=False, precision="bf16", engine=engine)
-            assert refused.returncode != 0 and "computes in fp32 only" in refused.stderr
+            assert refused.returncode != 0 and "does not compute in BFloat16" in refused.stderr
             return
         for precision in ("bf16", "fp32"):
             train(data, tmp_path / precision, steps=100, precision=precision, engine=engine)
@@ -159,7 +159,7 @@ class TestWhatAPersonSees:
         assert shares.pop("a step") == 100
         assert sum(shares.values()) == pytest.approx(100, abs=0.5)
         used = re.search(r'engine = "(\w+)"', (tmp_path / "run/config.toml").read_text())[1]
-        assert used in group_muon.engines()  # what it came to, not what was asked
+        assert used in group_muon.engines()  # what auto selected
         parts = {"matmul", "attention", "normalisation", "activation"}
         assert "model" in shares if used == "portable" else parts <= set(shares)
         assert {"optimizer", "data"} <= set(shares)
@@ -218,7 +218,7 @@ class TestWhatAPersonSees:
         step = metrics(tmp_path / "run")[1]
         for kind in ("", "/embedding", "/qkv", "/attention_output", "/mlp"):
             assert step[f"gradient_norm{kind}"] > 0 and step[f"update_norm{kind}"] > 0
-        # A step of Muon has the length lr · √max(shape) · about √rank.
+        # A step of Muon has the norm lr · √max(shape) · about √rank.
         assert step["update_norm/attention_output"] == pytest.approx(
             1e-3 * math.sqrt(32) * math.sqrt(32) * math.sqrt(2), rel=0.2
         )
@@ -231,7 +231,7 @@ class TestWhatAPersonSees:
 
     def test_tensorboard_opens_it(self, tmp_path, data):
         train(data, tmp_path / "run", steps=8)
-        program("train", "--resume", tmp_path / "run/checkpoints/step-000004")  # twice 5 … 8
+        program("train", "--resume", tmp_path / "run/checkpoints/step-000004")  # steps 5 … 8 twice
         with (
             (tmp_path / "log").open("w") as log,
             subprocess.Popen(
@@ -279,11 +279,11 @@ class TestWhatAPersonSees:
         ("words", "message"),
         [
             (["--qk-grop", "2"], "there is no flag --qk-grop; did you mean --qk-group?"),
-            (["--steps"], "--steps wants a value"),
-            (["a.toml", "b.toml"], "'b.toml' is one argument too many"),
+            (["--steps"], "--steps needs a value"),
+            (["a.toml", "b.toml"], "unexpected argument 'b.toml'"),
             (["nowhere.toml"], "there is no file 'nowhere.toml'"),
             (["/tmp"], "there is no file '/tmp'"),
-            (["--resume", ""], "holds no run"),
+            (["--resume", ""], "contains no run"),
             (["--layers", "many"], "layers should be a whole number, not 'many'"),
         ],
     )
@@ -295,7 +295,7 @@ class TestWhatAPersonSees:
     def test_bare_switches_and_idle_schedules(self, tmp_path, data):
         words = arguments(data, tmp_path / "run", **{"qk-group": "1@0,2@99"})
         done = program("train", "--shuffle", "--nesterov", "--average", "false", *words)
-        assert "note: qk-group = 1@0,2@99: step 99 never comes, the run has 12" in done.stdout
+        assert "note: qk-group = 1@0,2@99: step 99 is never reached; steps = 12" in done.stdout
         config = (tmp_path / "run/config.toml").read_text()
         assert "shuffle = true" in config and "average = false" in config
         train(data, tmp_path / "second", init=tmp_path / "run")  # its newest weights
@@ -309,7 +309,7 @@ class TestWhatAPersonSees:
         assert program("--version").stdout.startswith("group-muon 0.")
 
 
-# What a CPU without AVX-512 offers, to us and to the libraries below torch.
+# Makes a CPU look as if it had no AVX-512, to us and to the libraries below torch.
 AVX2 = {
     "GROUP_MUON_CPU": "avx2",
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -319,12 +319,12 @@ AVX2 = {
 PLAIN = {**AVX2, "GROUP_MUON_CPU": "portable"}
 
 
-# What "auto" comes to here.
+# What "auto" selects here.
 AUTO = torch.ops.group_muon.resolved("auto", "auto", "auto", torch.device("cpu"))
 
 
 def words_of(run):
-    """What a run's config says of precision, engine and method."""
+    """Precision, engine and method in a run's config."""
     text = (run / "config.toml").read_text()
     return dict(re.findall(r'^(\S*precision|engine|method) = "(\w+)"', text, re.M))
 
@@ -355,6 +355,30 @@ class TestEngines:
         assert values(tmp_path / "run", "loss")[-1] < values(tmp_path / "run", "loss")[0]
         assert "software" not in done.stdout + done.stderr
 
+    def test_model_optimizer_and_validation_each_have_an_engine_that_fits(self, tmp_path, data):
+        best = group_muon.engines()[-1]
+        mixed = {"precision": "bf16", "muon-precision": "float32", "validation-precision": "fp32"}
+        train(data, tmp_path / "run", steps=2, warmdown=1, **mixed)
+        text = (tmp_path / "run/config.toml").read_text()
+        has_bf16 = best == "avx512_bf16" and AUTO[0] == "bfloat16"
+        line = next(line for line in metrics(tmp_path / "run") if "validation_loss" in line)
+        if has_bf16:
+            assert f'engine = "{best}"' in text.split("[run]")[1]
+        assert f'muon-engine = "{best}"' in text  # every engine computes in fp32
+        assert f'method = "{"newton_schulz" if best == "portable" else "gram"}"' in text
+        assert line["muon_engine"] == best
+        assert line["validation_engine"] == line["engine"]  # it computes in fp32, too
+        if best != "portable":
+            wrong = {"engine": best, "muon-precision": "float64", "muon-engine": best}
+            refused = train(data, tmp_path / "other", check=False, **wrong)
+            assert refused.returncode != 0 and "does not compute in Double" in refused.stderr
+
+    def test_a_run_says_when_auto_would_choose_a_better_engine(self, tmp_path, data):
+        train(data, tmp_path / "run", steps=8, engine="portable", **{"checkpoint-interval": 4})
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000008")
+        done = program("train", "--resume", tmp_path / "run")
+        assert ("auto would choose" in done.stdout + done.stderr) == (AUTO[1] != "portable")
+
     def test_an_engine_that_does_not_run_here_is_refused(self, tmp_path, data):
         for engine in {"neon", "avx2"} - set(group_muon.engines()):
             refused = train(data, tmp_path / "run", check=False, engine=engine)
@@ -368,12 +392,12 @@ class TestEngines:
         began = words_of(run)
         shutil.rmtree(run / "checkpoints/step-000008")
         done = program("train", "--resume", run, env={**os.environ, **PLAIN})
-        assert "only in software: a product takes about" in done.stdout + done.stderr
+        assert "only in software: a matrix product takes about" in done.stdout + done.stderr
         if began["engine"] != "portable":
-            said = f"engine was {began['engine']} and is portable"
+            said = f"engine changed from {began['engine']} to portable"
             assert said in done.stdout + done.stderr
             assert "not bit for bit" in done.stdout + done.stderr
-        assert words_of(run) == {**began, "engine": "portable"}  # the rest it keeps
+        assert words_of(run) == {**began, "engine": "portable"}  # everything else is kept
         other = {"bf16": "fp32", "fp32": "bf16"}[began["precision"]]
         refused = program("train", "--resume", run, "--precision", other, check=False)
         assert refused.returncode != 0 and "a resumed run keeps its options" in refused.stderr
@@ -419,7 +443,7 @@ class TestResume:
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             ) as process:
                 try:
-                    # Long enough to get on, short enough to be hit at any moment, a write too.
+                    # Long enough to make progress, short enough to hit any moment, even during a write.
                     process.wait(timeout=whole * generator.uniform(0.3, 0.7))
                 except subprocess.TimeoutExpired:
                     process.kill()
@@ -447,7 +471,7 @@ class TestResume:
             out, _ = process.communicate(timeout=60)
         assert process.returncode == 130
         run = tmp_path / "run"
-        assert out.splitlines()[-1].endswith(f"go on with: group-muon train --resume {run}")
+        assert out.splitlines()[-1].endswith(f"resume with: group-muon train --resume {run}")
         stopped = json.loads((run / "checkpoints" / checkpoints(run)[0] / "state.json").read_text())
         assert stopped["step"] >= 10
         assert values(run, "step")[-1] == stopped["step"]
@@ -476,7 +500,9 @@ class TestResume:
         assert curve(tmp_path / "run") == before
         start = tmp_path / "run/checkpoints/step-000008"
         done = program("train", "--resume", start, "--micro-batch", "2")
-        assert "micro-batch was 8 and is 2: the run goes on, but not bit for bit" in done.stdout
+        assert (
+            "micro-batch changed from 8 to 2: the run continues, but not bit for bit" in done.stdout
+        )
 
     def test_the_same_option_said_otherwise_is_no_conflict(self, tmp_path, data):
         train(data, tmp_path / "run")
@@ -485,7 +511,7 @@ class TestResume:
         done = program("train", "--resume", start, *words)
         assert "not bit for bit" not in done.stdout
         finished = program("train", "--resume", tmp_path / "run")
-        assert "the run is finished, all 12 steps" in finished.stdout
+        assert "the run is finished: all 12 steps" in finished.stdout
 
     def test_a_moved_run_and_moved_data(self, tmp_path, data):
         train(data, tmp_path / "run")
@@ -516,7 +542,7 @@ class TestPerturb:
 
 class TestBadInput:
     def refused(self, data, out, *messages, **options):
-        """One clear line, a non-zero exit, nothing written."""
+        """Checks for one clear line, a non-zero exit code and nothing written."""
         done = train(data, out, check=False, **options)
         assert done.returncode == 1
         lines = done.stderr.strip().splitlines()
@@ -558,7 +584,7 @@ class TestBadInput:
             ({"qk-group": "6:rendom"}, "rendom"),
             ({"v-group": 3}, "v-group = 3 does not fit the 4 key and value heads"),
             ({"device": "cuda"}, "CUDA"),
-            ({"warmdown": 13}, "give --warmup and --warmdown too"),
+            ({"warmdown": 13}, "set --warmup and --warmdown as well"),
             ({"init": "."}, "has no weights"),
             ({"init": "nowhere.safetensors"}, "nowhere.safetensors"),
         ],
@@ -585,11 +611,11 @@ class TestBadInput:
 
     def test_a_run_that_diverges_keeps_its_last_good_checkpoint(self, tmp_path, data):
         run = tmp_path / "run"
-        # Weight decay that multiplies weights by -10⁶ a step.
+        # Weight decay that multiplies weights by -10⁶ per step.
         options = {"muon-weight-decay": 1e9, "checkpoint-interval": 1}
         done = train(data, run, check=False, **options)
         assert done.returncode == 1 and done.stderr.count("\n") == 1
-        assert re.search(r"group-muon: step \d+: .* cannot go on", done.stderr)
+        assert re.search(r"group-muon: step \d+: .* cannot continue", done.stderr)
         newest = run / "checkpoints" / checkpoints(run)[-1]
         assert str(newest) in done.stderr
         assert load_file(newest / "model.safetensors")["lm_head.weight"].isfinite().all()
@@ -603,7 +629,7 @@ class TestBadInput:
         path.write_bytes(content)
         done = program("train", "--resume", run, check=False)
         assert done.returncode == 1
-        assert "step-000012' is damaged (model.safetensors has another checksum)" in done.stderr
+        assert "step-000012' is damaged (model.safetensors has the wrong checksum)" in done.stderr
         offer = re.search(r"--resume (\S+)", done.stderr)[1]
         assert offer == str(run / "checkpoints/step-000008")
         program("train", "--resume", offer)
@@ -613,7 +639,7 @@ class TestBadInput:
         run = tmp_path / "disk/run"
         run.parent.mkdir()
         words = [PROGRAM, "train", *arguments(data, run, width=256, steps=40)]
-        if kind == "tmpfs":  # a real small disk; 13 MB a checkpoint, of which two fit
+        if kind == "tmpfs":  # a real small disk: a checkpoint has 13 MB, and two fit
             disk = f"mount -t tmpfs -o size=34m none {run.parent} && "
             command = [
                 "unshare",
@@ -629,7 +655,7 @@ class TestBadInput:
                 check=False,
                 capture_output=True,
             ).returncode:
-                pytest.skip("no right to mount a small disk here")
+                pytest.skip("no permission to mount a small disk here")
         else:  # no file may grow beyond 4 MB
             command = [
                 "sh",
@@ -646,7 +672,7 @@ class TestBadInput:
         kept = [line for line in done.stdout.splitlines() if line.startswith("step-")]
         assert "writing" not in done.stdout
         if kind == "tmpfs":
-            assert kept and kept[-1] in errors[0] and "whole" in errors[0]
+            assert kept and kept[-1] in errors[0] and "intact" in errors[0]
 
 
 class TestMemory:
@@ -664,7 +690,7 @@ class TestMemory:
         assert process.returncode == 0
         early = max(size for step, size in resident.items() if 100 <= step <= 200)
         late = max(size for step, size in resident.items() if step >= 400)
-        # A leak of one weight a step would be 3 MB or more, of a batch's activations 80.
+        # A leak of one weight per step would be 3 MB or more; of a batch's activations, 80 MB.
         assert late - early < 2 << 20
 
 
@@ -705,7 +731,7 @@ class TestSample:
 
     def test_wrong_input(self, run, tmp_path):
         for words, message in [
-            ([tmp_path], "holds no run"),
+            ([tmp_path], "contains no run"),
             ([run, "--vocabulary", "gpt2"], "50257 entries"),
             ([run, "--temperature", -1], "temperature"),
             ([run / "checkpoints/step-000001"], "no checkpoint"),
@@ -715,7 +741,7 @@ class TestSample:
 
 
 class TestConfigs:
-    """The files in configs/, each with the real model; the data is synthetic, the batch tiny."""
+    """The files in configs/, each with the real model. The data is synthetic and the batch tiny."""
 
     @pytest.mark.parametrize("name", ["gpt2-record4", "gpt2-paper"])
     def test_two_steps_of_the_real_model(self, tmp_path, name):
@@ -743,19 +769,25 @@ class TestConfigs:
 
 
 class TestDemo:
-    def test_a_short_one_from_text_to_picture_and_again(self, tmp_path):
-        flags = ["--steps", "6", "--warmdown", "2", "--validation-interval", "3", "--batch", "4"]
-        flags += ["--validation-tokens", "1024"]
-        command = [sys.executable, ROOT / "tools/demo.py", PROGRAM, tmp_path / "demo", *flags]
+    def test_a_short_one_from_text_to_report_and_again(self, tmp_path):
+        study = tmp_path / "short.toml"
+        text = (ROOT / "configs/demo-study.toml").read_text()
+        study.write_text(
+            text.replace('"demo.toml"', f'"{ROOT}/configs/demo.toml"')
+            + "[options]\nsteps = 6\nwarmdown = 2\nvalidation-interval = 3\nbatch = 4\n"
+            + "validation-tokens = 1024\n"
+        )
+        command = [ROOT / "run", "demo", tmp_path / "demo", study]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        names = ["packed", "three-way", "head-wise", "group"]
-        for name in names:
-            assert len(values(tmp_path / "demo" / name, "loss")) == 6
-            last = values(tmp_path / "demo" / name, "validation_loss")[-1]
-            assert f"{last:.4f}" in out
-        assert len({tuple(values(tmp_path / "demo" / name, "loss")) for name in names}) == 4
-        assert "Our country" in out and str(tmp_path / "demo/curves.png") in out
-        picture = (tmp_path / "demo/curves.png").read_bytes()
+        names = ["packed", "three-way", "head-wise", "qk-6-random"]
+        runs = [tmp_path / "demo/study" / name / "seed-0" for name in names]
+        for run in runs:
+            assert len(values(run, "loss")) == 6
+            assert f"{values(run, 'validation_loss')[-1]:.4f}" in out
+        assert len({tuple(values(run, "loss")) for run in runs}) == 4
+        assert "Our country" in out and "Full-QKV Muon, packed" in out
+        picture = (tmp_path / "demo/study/report/figures/differences.png").read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 20000
         again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert again.split("Full-QKV", 1)[1].split("data ")[0] in out  # nothing is trained twice
+        assert "finished" not in again and "tokens" not in again.split("setting ")[0]
+        assert again.split("setting ")[1].split("wrote ")[0] in out  # nothing is trained twice

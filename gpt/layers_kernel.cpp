@@ -138,7 +138,7 @@ void embed_backward(
 }
 
 template <typename T>
-constexpr Kernels<T> table() {
+constexpr Kernels<T> table() noexcept {
   return {
       .rms_norm = rms_norm<T>,
       .rms_norm_backward = rms_norm_backward<T, T>,

@@ -19,10 +19,7 @@ constexpr int64_t kPanel = kLanes * kVectors;
 
 // A panel of this depth and the matching rows of A stay in the L1 and L2 caches. bf16 products are summed in one go.
 constexpr int64_t kFloatDepth = 512;
-constexpr int64_t kAnyDepth = int64_t{1} << 40;
-
-template <typename In>
-constexpr int64_t kInEntry = sizeof(float) / sizeof(In);
+[[maybe_unused]] constexpr int64_t kAnyDepth = int64_t{1} << 40;
 
 template <typename In>
 MatrixView<const In> rows_of(const MatrixView<const In>& m, Span rows) {
@@ -366,7 +363,7 @@ void mirror(const MatrixView<BFloat16>& out, int64_t panel) {
 #endif
 
 template <typename In, typename Out>
-constexpr ProductKernels<In, Out> table(int64_t depth) {
+constexpr ProductKernels<In, Out> table(int64_t depth) noexcept {
   return {
       kTileRows,
       kPanel,

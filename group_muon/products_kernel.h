@@ -36,11 +36,14 @@ struct ProductKernels {
   void (*mirror)(const MatrixView<Out>&, int64_t panel) = nullptr;
 };
 
+/// Numbers in an entry of 4 bytes.
+template <typename In>
+constexpr int64_t kInEntry = 4 / static_cast<int64_t>(sizeof(In));
+
 /// Number of entries along k.
 template <typename In>
 constexpr int64_t entries(int64_t depth) {
-  constexpr auto kInEntry = static_cast<int64_t>(sizeof(float) / sizeof(In));
-  return (depth + kInEntry - 1) / kInEntry;
+  return (depth + kInEntry<In> - 1) / kInEntry<In>;
 }
 
 GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatProducts, ProductKernels<float, float>)

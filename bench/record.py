@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import subprocess
 import sys
 
@@ -86,12 +87,13 @@ def run(name: str, command: list[str]) -> None:
         for line in process.stdout:
             print(line, end="", flush=True)
             printed.append(line)
-    if not any(line.startswith("|") for line in printed):
+    if process.returncode or not any(line.startswith("|") for line in printed):
         sys.exit(process.returncode)
     tables, notes = read_tables("".join(printed))
     facts = machine()
     forbidden = f"GROUP_MUON_CPU={facts['engine']} " if facts["forbidden"] else ""
-    words = f"{forbidden}./run bench {name} {os.environ.get('BENCH_WORDS', '')}".strip()
+    own = shlex.join(shlex.split(os.environ.get("BENCH_WORDS", "")))
+    words = f"{forbidden}./run bench {name} {own}".strip()
     result = {"table": name, "command": words, "machine": facts, "notes": notes, "tables": tables}
     folder = ROOT / "runs/bench"
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +142,7 @@ def docs(page: str, paths: list[str]) -> None:
         facts, mark = result["machine"], f"<!-- table: {pathlib.Path(name).stem} -->"
         if mark not in text:
             sys.exit(f"docs: {page} has no {mark}")
-        forbidden = ", everything better forbidden" if facts["forbidden"] else ""
+        forbidden = ", newer instructions disabled" if facts["forbidden"] else ""
         modified = " with changes" if facts["modified"] else ""
         source = (
             f"`{result['command']}`, {facts['processor']}, {facts['cores']} cores, "

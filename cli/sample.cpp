@@ -92,7 +92,7 @@ void add_sample(CLI::App& app) {
   command
       ->add_option(
           "--temperature", options.temperature,
-          "Randomness: lower is safer; 0: always the likeliest token")
+          "Randomness: lower is more predictable; 0: always the likeliest token")
       ->capture_default_str();
   command
       ->add_option(

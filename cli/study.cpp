@@ -348,7 +348,7 @@ void add_study(CLI::App& app) {
   command
       ->add_option(
           "--seeds", arguments->seeds,
-          "Number of seeds per setting, instead of the number in the file; finished runs are kept")
+          "Raise the number of seeds of each setting to this; finished runs are kept")
       ->check(CLI::Range(1, 1000))
       ->type_name("NUMBER");
   command

@@ -87,8 +87,8 @@ void add_train(CLI::App& app) {
   auto arguments = std::make_shared<TrainArguments>();
   auto* command = app.add_subcommand(
       "train",
-      "Train a GPT with AdamW and Group Muon. Every option below with a [default] is also a key of "
-      "the configuration file, in the section of its group");
+      "Train a GPT with AdamW and Group Muon. Every option in the sections of its help is also a "
+      "key of the configuration file, under the section's name");
   command
       ->add_option(
           "config", arguments->file, "Configuration file (TOML), such as configs/small.toml")

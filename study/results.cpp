@@ -51,7 +51,10 @@ void read_metrics(const std::string& folder, const train::Config& config, RunRes
       const auto loss = line["validation_loss"].get<double>();
       TORCH_CHECK_VALUE(std::isfinite(loss), "the validation loss at step ", step, " is ", loss);
       result.curve[step] = loss;
-      if (line.contains("engine")) result.engines.insert(line["engine"].get<std::string>());
+      for (const auto& [key, field] :
+           {std::pair{"engine", "engine"}, {"muon-engine", "muon_engine"}}) {
+        if (line.contains(field)) result.engines[key].insert(line[field].get<std::string>());
+      }
       return;
     }
     TORCH_CHECK_VALUE(step == ++steps, "metrics.jsonl jumps from step ", steps - 1, " to ", step);
@@ -200,8 +203,9 @@ void note_mixtures(Results& results) {
       const auto planned = train::configure(result.run.options);
       auto& mixture = values[train::get(planned, train::find_key(key))];
       std::set<std::string> found = {result.config.at(key)};
-      if (key == std::string_view("engine"))
-        found.insert(result.engines.begin(), result.engines.end());
+      if (const auto seen = result.engines.find(key); seen != result.engines.end()) {
+        found.insert(seen->second.begin(), seen->second.end());
+      }
       for (const auto& value : found) mixture[value].insert(result.run.name);
     }
     for (const auto& [planned, found] : values) note_mixture(key, found, results);

@@ -41,7 +41,8 @@ struct RunResult {
   double tokens_per_second = kUnknown;  // mean over all steps
   double optimizer_share = kUnknown;    // the optimizer's fraction of the steps' time
   std::map<std::string, std::string> config;
-  std::set<std::string> engines;  // engines of its validations; several if resumed with another
+  /// Engines that its validations name, by config key; several if it was resumed with another.
+  std::map<std::string, std::set<std::string>> engines;
   std::vector<nlohmann::ordered_json> machines;  // machines and builds it ran on, in order
   std::vector<DiagnosticSeries> diagnostics;
 

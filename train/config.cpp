@@ -55,7 +55,7 @@ std::vector<Key> make_keys() {
        "Decoupled weight decay of the transformer blocks' matrices"},
       {"muon", "method", &C::method,
        "Orthogonalization: newton_schulz, gram, accurate_gram, exact or auto (gram unless "
-       "engine is portable)"},
+       "muon-engine is portable)"},
       {"muon", "coefficients", &C::coefficients,
        "Polynomials of the iterations: quintic, polar_express or you_jiacheng"},
       {"muon", "iterations", &C::iterations, "Number of Newton-Schulz iterations"},

@@ -522,9 +522,12 @@ Config config_of_run(const std::string& folder) {
   Config config = configure(written);
   // Runs from before the optimizer had an engine of its own used the model's where it fits.
   if (config.muon_engine == "auto" && config.muon_precision != "auto") {
-    const bool fits = group_muon::computes_in(
-        group_muon::parse_engine(config.engine),
-        group_muon::parse_precision(config.muon_precision));
+    const auto method = group_muon::parse_method(config.method);
+    const bool gram =
+        method != group_muon::Method::kNewtonSchulz && method != group_muon::Method::kExact;
+    const bool fits = gram && group_muon::computes_in(
+                                  group_muon::parse_engine(config.engine),
+                                  group_muon::parse_precision(config.muon_precision));
     config.muon_engine = fits ? config.engine : "portable";
   }
   config.out = folder;  // it may have been moved
@@ -559,6 +562,12 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
   run.lock = lock ? std::move(lock) : std::make_shared<FolderLock>(place.run);
   const Config saved = config_of_run(place.run);
   Config config = configure(options, saved);
+  const auto given = [&](const char* key) {
+    return std::any_of(
+        options.begin(), options.end(), [&](const auto& option) { return option.first == key; });
+  };
+  if (given("engine") && !given("muon-engine"))
+    config.muon_engine = "auto";  // it follows the model's
   const Config possible = without_missing_engines(saved);
   for (auto engine : {&Config::engine, &Config::muon_engine}) {
     if (config.*engine == saved.*engine) config.*engine = possible.*engine;
@@ -577,14 +586,15 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
   }
   run.notes = notes_on_changes(saved, run.config);
   Config best = run.config;
-  best.engine = "auto";
+  best.engine = best.muon_engine = "auto";
   best = with_engine(best);
-  if (best.engine != run.config.engine) {
+  if (!given("engine") &&
+      (best.engine != run.config.engine || best.muon_engine != run.config.muon_engine)) {
     run.notes.push_back(
         c10::str(
             "the run computes with engine ", run.config.engine,
-            "; for this machine auto would choose ", best.engine,
-            " (--engine auto changes to it)"));
+            " (optimizer: ", run.config.muon_engine, "); for this machine auto would choose ",
+            best.engine, " (", best.muon_engine, "). --engine auto changes to it"));
   }
   run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(

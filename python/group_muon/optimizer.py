@@ -128,7 +128,7 @@ class GroupMuon(torch.optim.Optimizer):
 
     Args:
         params: matrices (or parameter groups of them). Use AdamW for embeddings, head, gains and
-            biases. ``group_muon.param_groups(model)`` makes the split.
+            biases. ``group_muon.param_groups(model, group_size=6)`` makes the split.
         lr: learning rate; with the default scale, the size of one entry's step.
         momentum: in [0, 1).
         nesterov: orthogonalize the look-ahead G + μM instead of M.

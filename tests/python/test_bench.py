@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,9 @@ def test_a_run_is_kept_with_its_machine(result):
 def test_a_failed_benchmark_fails_and_writes_nothing(tmp_path):
     done = record("run", "made-up", "sh", "-c", "echo no table; exit 3")
     assert done.returncode == 3 and "wrote" not in done.stdout
+    (tmp_path / "printed").write_text(PRINTED)
+    done = record("run", "made-up", "sh", "-c", f"cat {tmp_path}/printed; exit 4")
+    assert done.returncode == 4 and "wrote" not in done.stdout
 
 
 def test_two_files_are_compared_number_by_number(result, tmp_path):
@@ -89,4 +93,6 @@ def test_speed_tables_are_those_of_the_kept_files(tmp_path):
     page = tmp_path / "speed.md"
     page.write_text((ROOT / "docs/speed.md").read_text())
     assert record("docs", page, *kept).returncode == 0
-    assert page.read_text() == (ROOT / "docs/speed.md").read_text()
+    text = (ROOT / "docs/speed.md").read_text()
+    assert page.read_text() == text
+    assert sorted(re.findall(r"<!-- table: (.*) -->", text)) == [path.stem for path in kept]

@@ -174,14 +174,17 @@ def test_runs_of_another_engine_or_precision_are_named(copy, key):
     assert f"note: runs differ in {key}: " in said and f"{other} (qk-1/seed-1)" in said
 
 
-def test_a_run_whose_engine_changed_midway_is_named(copy):
+@pytest.mark.parametrize("key", ["engine", "muon-engine"])
+def test_a_run_whose_engine_changed_midway_is_named(copy, key):
     path = copy / "qk-1/seed-1/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if "validation_loss" in line)
-    lines[first] = re.sub(r'"engine":"\w+"', '"engine":"neon"', lines[first])
+    lines[first] = re.sub(
+        rf'"{key.replace("-", "_")}":"\w+"', f'"{key.replace("-", "_")}":"neon"', lines[first]
+    )
     path.write_text("".join(lines))
     said = program("report", copy, "--no-figures").stdout
-    assert "note: runs differ in engine: " in said and "neon (qk-1/seed-1)" in said
+    assert f"note: runs differ in {key}: " in said and "neon (qk-1/seed-1)" in said
 
 
 def test_figures_with_one_validation_have_no_empty_panels(copy):

@@ -379,6 +379,27 @@ class TestEngines:
         done = program("train", "--resume", tmp_path / "run")
         assert ("auto would choose" in done.stdout + done.stderr) == (AUTO[1] != "portable")
 
+    @pytest.mark.parametrize("method", ["newton_schulz", "gram"])
+    def test_a_run_from_before_muon_engines_goes_on_as_it_was(self, tmp_path, data, method):
+        options = {"steps": 8, "checkpoint-interval": 4, "method": method}
+        train(data, tmp_path / "whole", **options)
+        train(data, tmp_path / "run", **options)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000008")
+        config = tmp_path / "run/config.toml"
+        lines = config.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if not line.startswith("muon-engine")]
+        assert len(kept) == len(lines) - 1
+        config.write_text("".join(kept))
+        done = program("train", "--resume", tmp_path / "run")
+        assert "muon-engine" not in done.stdout + done.stderr
+        assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+    def test_the_optimizer_follows_an_engine_that_is_named_at_a_resume(self, tmp_path, data):
+        train(data, tmp_path / "run", steps=8, **{"checkpoint-interval": 4})
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000008")
+        program("train", "--resume", tmp_path / "run", "--engine", "portable")
+        assert 'muon-engine = "portable"' in (tmp_path / "run/config.toml").read_text()
+
     def test_an_engine_that_does_not_run_here_is_refused(self, tmp_path, data):
         for engine in {"neon", "avx2"} - set(group_muon.engines()):
             refused = train(data, tmp_path / "run", check=False, engine=engine)
@@ -493,7 +514,7 @@ class TestResume:
             "qk-group": "2:interval",
             "batch": 4,
             "seed": 1,
-            "precision": "fp32",
+            "precision": {"bfloat16": "fp32", "float32": "bf16"}[AUTO[0]],  # the other one
         }.items():
             done = program("train", "--resume", tmp_path / "run", f"--{flag}", value, check=False)
             assert done.returncode == 1 and f"{flag} = {value} conflicts" in done.stderr

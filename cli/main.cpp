@@ -54,6 +54,7 @@ int complain(std::string message, int code) {
 }  // namespace
 }  // namespace cli
 
+// Options that are declared wrongly should end the program. NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   // Activations are allocated and freed at every step: keep freed memory instead of returning it to the system.
   mallopt(M_MMAP_MAX, 0);

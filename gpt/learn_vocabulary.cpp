@@ -86,6 +86,7 @@ class Learner {
     }
   }
 
+  // `where` is a copy: the pair's own list changes meanwhile. NOLINTNEXTLINE(performance-unnecessary-value-param)
   void replace(uint32_t left, uint32_t right, uint32_t merged, std::vector<uint32_t> where) {
     touched_.clear();
     for (const auto index : where) {

@@ -94,13 +94,15 @@ void ShardWriter::open() {
 void ShardWriter::close() {
   const auto shard = std::move(shard_);
   std::vector<int32_t> header = {kMagic, kVersion, static_cast<int32_t>(shard->tokens)};
-  std::rewind(shard->file);
-  std::fwrite(header.data(), 4, header.size(), shard->file);
-  const bool failed = std::fflush(shard->file) != 0 || std::ferror(shard->file) != 0;
-  const int error = errno;
-  std::fclose(shard->file);
+  // An earlier write may have failed already, and the last one may fail when the file is closed.
+  const bool written = std::ferror(shard->file) == 0 && std::fseek(shard->file, 0, SEEK_SET) == 0 &&
+                       std::fwrite(header.data(), 4, header.size(), shard->file) == header.size() &&
+                       std::fflush(shard->file) == 0;
+  int error = errno;
+  const bool closed = std::fclose(shard->file) == 0;
+  if (written && !closed) error = errno;
   const std::string temporary = shard->path + ".tmp";
-  if (failed) {
+  if (!written || !closed) {
     std::remove(temporary.c_str());
     fail(shard->path, std::string("cannot be written: ") + std::strerror(error));
   }
@@ -113,7 +115,7 @@ void ShardWriter::write(const std::vector<uint32_t>& tokens) {
     if (!shard_) open();
     const auto room = static_cast<size_t>(shard_tokens_ - shard_->tokens);
     const size_t count = std::min(room, tokens.size() - at);
-    narrow.assign(tokens.begin() + at, tokens.begin() + at + count);
+    narrow.assign(tokens.data() + at, tokens.data() + at + count);
     std::fwrite(narrow.data(), 2, count, shard_->file);
     shard_->tokens += static_cast<int64_t>(count);
     total_ += static_cast<int64_t>(count);

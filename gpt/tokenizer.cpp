@@ -141,7 +141,10 @@ std::string from_base64(std::string_view text) {
     const auto value = kBase64.find(c);
     if (value == std::string_view::npos) return {};
     bits = bits << 6 | static_cast<uint32_t>(value);
-    if ((count += 6) >= 8) bytes += static_cast<char>(bits >> (count -= 8) & 255);
+    count += 6;
+    if (count < 8) continue;
+    count -= 8;
+    bytes += static_cast<char>(bits >> count & 255);
   }
   return bytes;
 }

@@ -54,11 +54,11 @@ void update_pass(
   });
 }
 
-#define GROUP_MUON_INSTANTIATE(T)                                            \
-  template double momentum_pass(                                             \
-      Engine, const RowMap&, const MomentumRule&, const float*, float*, T*); \
-  template void update_pass(Engine, const RowMap&, float, float, const T*, float*);
-GROUP_MUON_INSTANTIATE(float)
-GROUP_MUON_INSTANTIATE(c10::BFloat16)
+template double momentum_pass(
+    Engine, const RowMap&, const MomentumRule&, const float*, float*, float*);
+template double momentum_pass(
+    Engine, const RowMap&, const MomentumRule&, const float*, float*, c10::BFloat16*);
+template void update_pass(Engine, const RowMap&, float, float, const float*, float*);
+template void update_pass(Engine, const RowMap&, float, float, const c10::BFloat16*, float*);
 
 }  // namespace group_muon

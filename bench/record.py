@@ -66,7 +66,7 @@ def read_tables(text: str) -> tuple[list[dict], list[str]]:
     for number, line in enumerate(lines):
         if not line.startswith("|"):
             if line.strip():
-                notes.append(line)
+                notes.append(line.replace(f"{ROOT}/", ""))
         elif re.fullmatch(r"[|:\- ]+", line):
             tables.append({"columns": cells(lines[number - 1]), "align": cells(line), "rows": []})
         elif tables and not (

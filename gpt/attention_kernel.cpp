@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "gpt/kernels.h"
@@ -96,12 +97,19 @@ void product(
 // Rotates a head's row by its position; `sign` -1 undoes it. Entry j is paired with entry j + half.
 template <typename From, typename T, typename S>
 void turn(const From* from, T* to, const S* cos, const S* sin, S sign, int64_t half) {
+  // Heads are mostly multiples of 16. Blocks of a fixed size need no code for what is left over.
+  constexpr int64_t kBlock = 8;
+  const auto block = [&](int64_t begin, int64_t size) {
 #pragma omp simd
-  for (int64_t j = 0; j < half; ++j) {
-    const S first = static_cast<S>(from[j]), second = static_cast<S>(from[j + half]);
-    to[j] = static_cast<T>(first * cos[j] + sign * second * sin[j]);
-    to[j + half] = static_cast<T>(second * cos[j] - sign * first * sin[j]);
-  }
+    for (int64_t j = begin; j < begin + size; ++j) {
+      const S first = static_cast<S>(from[j]), second = static_cast<S>(from[j + half]);
+      to[j] = static_cast<T>(first * cos[j] + sign * second * sin[j]);
+      to[j + half] = static_cast<T>(second * cos[j] - sign * first * sin[j]);
+    }
+  };
+  int64_t j = 0;
+  for (; j + kBlock <= half; j += kBlock) block(j, kBlock);
+  block(j, half - j);
 }
 
 // One thread's workspace for the tiles of one head.
@@ -114,12 +122,15 @@ struct Tiles {
         score_grads(rows * tokens),
         weights(rows * tokens),
         weight_grads(rows * tokens),
+        sums(rows),
+        output(rows * head_dim),
         query_grad(rows * head_dim),
         key_grad(tokens * head_dim),
         value_grad(tokens * head_dim) {}
 
   std::vector<S> scores, score_grads;    // [rows, tokens]
   std::vector<T> weights, weight_grads;  // what multiplies the values and the keys
+  std::vector<S> sums, output;           // of the softmax; [rows, head_dim]
   std::vector<S> query_grad, key_grad, value_grad;
   Right<T> keys, keys_transposed, values, values_transposed;
 };
@@ -173,45 +184,60 @@ S score_scale(const AttentionSizes& shape) {
   return 1 / std::sqrt(static_cast<S>(shape.head_dim));
 }
 
-// Softmax of scale·scores over the first `seen` entries, then zeros up to `width`. Returns the log-sum-exp.
+// Hides the scores after the first `seen` by -∞. Returns where to stop: rows are processed in whole vectors, up to a
+// multiple of 16 or the end of the row.
+template <typename S>
+int64_t hide_later(S* scores, int64_t seen, int64_t width) {
+  const int64_t end = std::min((seen + 15) / 16 * 16, width);
+  std::fill(scores + seen, scores + end, -std::numeric_limits<S>::infinity());
+  return end;
+}
+
+// weights = exp(scale·(scores - largest)) of the first `seen` scores, then zeros up to `width`.
 template <typename T>
-Sum<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen, int64_t width) {
+struct SoftmaxRow {
+  Sum<T> sum;      // the softmax is weights / sum
+  Sum<T> log_sum;  // of exp(scale·scores)
+};
+template <typename T>
+SoftmaxRow<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen, int64_t width) {
   using S = Sum<T>;
+  const int64_t end = hide_later(scores, seen, width);
   S largest = scores[0];
 #pragma omp simd reduction(max : largest)
-  for (int64_t j = 0; j < seen; ++j) largest = scores[j] > largest ? scores[j] : largest;
+  for (int64_t j = 0; j < end; ++j) largest = scores[j] > largest ? scores[j] : largest;
   S sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < seen; ++j) {
+  for (int64_t j = 0; j < end; ++j) {
     scores[j] = vector_exp((scores[j] - largest) * scale);
     sum += scores[j];
   }
-  const S factor = 1 / sum;
-  for (int64_t j = 0; j < seen; ++j) weights[j] = static_cast<T>(scores[j] * factor);
-  std::fill(weights + seen, weights + width, static_cast<T>(0));
-  return largest * scale + std::log(sum);
+  for (int64_t j = 0; j < end; ++j) weights[j] = static_cast<T>(scores[j]);
+  std::fill(weights + end, weights + width, static_cast<T>(0));
+  return {sum, largest * scale + std::log(sum)};
 }
 
 // weights = the recomputed softmax; weight_grads = the gradient with respect to QKᵀ.
 template <typename T>
 void softmax_row_backward(
-    const Sum<T>* scores, const Sum<T>* grads, T* weights, T* weight_grads, Sum<T> scale,
-    Sum<T> log_sum, Sum<T> dot, int64_t seen, int64_t width) {
+    Sum<T>* scores, const Sum<T>* grads, T* weights, T* weight_grads, Sum<T> scale, Sum<T> log_sum,
+    Sum<T> dot, int64_t seen, int64_t width) {
   using S = Sum<T>;
-  for (int64_t j = 0; j < seen; ++j) {
+  const int64_t end = hide_later(scores, seen, width);
+  for (int64_t j = 0; j < end; ++j) {
     const S weight = vector_exp(scores[j] * scale - log_sum);
     weights[j] = static_cast<T>(weight);
     weight_grads[j] = static_cast<T>(weight * (grads[j] - dot) * scale);
   }
-  std::fill(weights + seen, weights + width, static_cast<T>(0));
-  std::fill(weight_grads + seen, weight_grads + width, static_cast<T>(0));
+  std::fill(weights + end, weights + width, static_cast<T>(0));
+  std::fill(weight_grads + end, weight_grads + width, static_cast<T>(0));
 }
 
 template <typename T>
 void attention(
     const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums) {
   using S = Sum<T>;
-  const int64_t half = shape.head_dim / 2, shared = shape.heads / shape.kv_heads;
+  const int64_t size = shape.head_dim, half = size / 2, shared = shape.heads / shape.kv_heads;
   const S scale = score_scale<S>(shape);
   for_kv_heads<T>(shape, [&](int64_t batch, int64_t kv_head, Tiles<T>& tiles) {
     const auto view = [&](int64_t head) { return head_view(shape, qkv, shape.row(), batch, head); };
@@ -233,12 +259,21 @@ void attention(
         const int64_t keys = tile.keys();
         const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
         const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
+        const MatrixView<S> sums_of_values{tiles.output.data(), tile.rows, size, size};
         product(rows_of(q, tile.first, tile.rows), tiles.keys_transposed, keys, scores);
         for (int64_t i = 0; i < tile.rows; ++i) {
-          log_sum[tile.first + i] = softmax_row(
+          const auto row = softmax_row(
               scores.data + i * keys, weights.data + i * keys, scale, tile.first + i + 1, keys);
+          log_sum[tile.first + i] = row.log_sum;
+          tiles.sums[i] = row.sum;
         }
-        product(readable(weights), tiles.values, keys, rows_of(y, tile.first, tile.rows));
+        product(readable(weights), tiles.values, keys, sums_of_values);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+          const S* from = sums_of_values.data + i * size;
+          T* to = y.data + (tile.first + i) * y.stride;
+          const S factor = 1 / tiles.sums[i];
+          for (int64_t j = 0; j < size; ++j) to[j] = static_cast<T>(from[j] * factor);
+        }
       });
     }
   });

@@ -15,8 +15,9 @@ using c10::BFloat16;
 
 // Number of entries in a group of packed panels, which stays in cache while rows of A stream past.
 constexpr int64_t kGroupEntries = 1 << 16;
-// Tiles of A that a thread packs at a time.
-constexpr int64_t kTilesTogether = 16;
+// Tiles of A and panels of B that a thread packs at a time.
+constexpr int64_t kTilesTogether = 32;
+constexpr int64_t kPanelsTogether = 12;
 // Number of entries in a thread's strip of packed A.
 constexpr int64_t kStripEntries = 1 << 17;
 
@@ -86,9 +87,7 @@ struct Work {
   void compute(int64_t i, Span rows, Span panels, const float* left) const {
     const int64_t size = entries<In>(k(i).size()) * kernels.panel;
     float* right = right_memory(panels.size() * size);
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      kernels.pack_right(product, k(i), panel, right + (panel - panels.begin) * size);
-    }
+    kernels.pack_right(product, k(i), panels, right);
     kernels.compute(product, k(i), rows, panels, left, right, symmetric);
   }
 
@@ -106,12 +105,18 @@ struct Work {
     return i % 2 == 0 ? i / 2 : count - 1 - i / 2;
   }
 
+  // Whether A is read in place. The columns of a short transposed A are few cache lines, so packing does not pay.
+  bool reads_in_place() const {
+    constexpr int64_t kShort = 64;
+    return !product.transpose_a || (std::is_same_v<In, float> && product.depth() <= kShort);
+  }
+
   // Splits the work by panels. A is read in place or packed as a whole.
   template <typename Run>
   void by_panels(Run&& run, int64_t threads) const {
     // Enough groups of panels for all threads. If there are few panels, rows are split as well, into pieces large
     // enough to be worth packing the panels for.
-    const int64_t even = panels() / (8 * threads);
+    const int64_t even = panels() / ((product.transpose_a ? 2 : 8) * threads);
     const int64_t size = threads == 1 ? group() : std::clamp<int64_t>(even, 1, group());
     const int64_t groups = parts(panels(), size);
     const int64_t wanted = threads == 1 || symmetric ? 1 : parts(4 * threads, groups);
@@ -119,7 +124,7 @@ struct Work {
     const int64_t piece = parts(parts(rows(), cuts), kernels.tile_rows) * kernels.tile_rows;
     const int64_t pieces = parts(rows(), piece);
     const auto span = [&](int64_t i) { return stretch(in_turn(i, groups), size, panels()); };
-    if (!product.transpose_a) {
+    if (reads_in_place()) {
       run(groups * pieces, [&](int64_t i) {
         for (int64_t j = 0; j < stretches(); ++j) {
           compute(j, stretch(i % pieces, piece, rows()), span(i / pieces), nullptr);
@@ -127,9 +132,9 @@ struct Work {
       });
       return mirror(run);
     }
-    float* left = left_memory(longest() * tiles() * kernels.tile_rows);
+    float* left = left_memory(tiles() * tile_size(longest(), kernels.tile_rows));
     for (int64_t j = 0; j < stretches(); ++j) {
-      const int64_t tile = entries<In>(k(j).size()) * kernels.tile_rows;
+      const int64_t tile = tile_size(entries<In>(k(j).size()), kernels.tile_rows);
       run(parts(tiles(), kTilesTogether), [&](int64_t i) {
         const Span some = stretch(i, kTilesTogether, tiles());
         kernels.pack_left(product, k(j), some, left + some.begin * tile);
@@ -155,10 +160,14 @@ struct Work {
   void by_strips(Run&& run, int64_t threads) const {
     for (int64_t j = 0; j < stretches(); ++j) {
       const int64_t depth = entries<In>(k(j).size());
-      const int64_t size = depth * kernels.panel, tile = depth * kernels.tile_rows;
+      const int64_t size = depth * kernels.panel, tile = tile_size(depth, kernels.tile_rows);
       float* right = right_memory(panels() * size);
-      run(panels(),
-          [&](int64_t panel) { kernels.pack_right(product, k(j), panel, right + panel * size); });
+      const int64_t shares = parts(panels(), threads * kPanelsTogether) * threads;
+      const int64_t share = parts(panels(), shares);
+      run(parts(panels(), share), [&](int64_t i) {
+        const Span some = stretch(i, share, panels());
+        kernels.pack_right(product, k(j), some, right + some.begin * size);
+      });
       // The same number of strips for each thread.
       const int64_t largest = std::max<int64_t>(1, kStripEntries / std::max<int64_t>(1, tile));
       const int64_t strips = parts(parts(tiles(), largest), threads) * threads;
@@ -185,7 +194,8 @@ void run(Engine engine, const Product<In, Out>& product, bool symmetric, bool sh
   if (product.out.rows == 0 || product.out.cols == 0) return;
   const Work<In, Out> work{kernels_of<In, Out>(engine), product, symmetric};
   const int64_t threads = shared ? at::get_num_threads() : 1;
-  const bool strips = !symmetric && (work.is_large() || (shared && product.transpose_a));
+  const bool tall = product.out.rows >= product.out.cols;
+  const bool strips = !symmetric && (work.is_large() || (shared && product.transpose_a && tall));
   const auto go = [&](auto&& run) {
     strips ? work.by_strips(run, threads) : work.by_panels(run, threads);
   };
@@ -224,10 +234,8 @@ void pack(Engine engine, const MatrixView<const In>& b, bool transpose, PackedRi
   float* to = room_in(packed.entries, panels * kernels.panel * entries<In>(packed.depth));
   for (int64_t begin = 0; begin < packed.depth; begin += kernels.depth) {
     const Span k{begin, std::min(begin + kernels.depth, packed.depth)};
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      kernels.pack_right(product, k, panel, to);
-      to += entries<In>(k.size()) * kernels.panel;
-    }
+    kernels.pack_right(product, k, {0, panels}, to);
+    to += panels * entries<In>(k.size()) * kernels.panel;
   }
 }
 

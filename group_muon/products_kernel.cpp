@@ -72,11 +72,30 @@ int64_t vectors_in(int64_t cols, int64_t panel) {
   return std::min(kVectors, (cols - panel * kPanel + kLanes - 1) / kLanes);
 }
 
+// Fetches a stretch of a later row: rows are packed faster than the CPU's own prefetchers follow from row to row.
 template <typename In>
-void pack_panel(const MatrixView<const In>& b, int64_t column, int64_t vectors, float* packed) {
+void fetch_ahead(const MatrixView<const In>& m, int64_t row, int64_t column, int64_t count) {
+  constexpr int64_t kAhead = 6, kLine = 64 / static_cast<int64_t>(sizeof(In));
+  if (row + kAhead >= m.rows) return;
+  const In* from = m.data + (row + kAhead) * m.stride + column;
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + i);
+}
+
+// Panels that are packed together, to read whole stretches of a row.
+constexpr int64_t kPanelsTogether = 12;
+
+template <typename In>
+void pack_panels(const MatrixView<const In>& b, Span panels, int64_t size, float* packed) {
   for (int64_t k = 0; k < b.rows; k += kInEntry<In>, packed += kPanel) {
-    for (int64_t v = 0; v < vectors; ++v) {
-      entries_of_columns(b, k, column + kLanes * v).store(packed + kLanes * v);
+    for (int64_t i = 0; i < kInEntry<In>; ++i) {
+      fetch_ahead(b, k + i, panels.begin * kPanel, panels.size() * kPanel);
+    }
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      float* to = packed + (panel - panels.begin) * size;
+      const int64_t column = panel * kPanel, left = b.cols - column;
+      for (int64_t v = 0; v < kVectors && kLanes * v < left; ++v) {
+        entries_of_columns(b, k, column + kLanes * v).store(to + kLanes * v);
+      }
     }
   }
 }
@@ -104,12 +123,19 @@ void pack_panel_transposed(
 }
 
 template <typename In, typename Out>
-void pack_right(const Product<In, Out>& product, Span k, int64_t panel, float* packed) {
-  const int64_t vectors = vectors_in(product.out.cols, panel);
+void pack_right(const Product<In, Out>& product, Span k, Span panels, float* packed) {
+  const int64_t size = entries<In>(k.size()) * kPanel;
   if (product.transpose_b) {
-    pack_panel_transposed(cols_of(product.b, k), panel * kPanel, vectors, packed);
-  } else {
-    pack_panel(rows_of(product.b, k), panel * kPanel, vectors, packed);
+    const auto b = cols_of(product.b, k);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel, packed += size) {
+      pack_panel_transposed(b, panel * kPanel, vectors_in(product.out.cols, panel), packed);
+    }
+    return;
+  }
+  const auto b = rows_of(product.b, k);
+  for (int64_t first = panels.begin; first < panels.end; first += kPanelsTogether) {
+    const Span some{first, std::min(first + kPanelsTogether, panels.end)};
+    pack_panels(b, some, size, packed + (first - panels.begin) * size);
   }
 }
 
@@ -117,7 +143,8 @@ void pack_right(const Product<In, Out>& product, Span k, int64_t panel, float* p
 template <typename In>
 void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
   const int64_t depth = entries<In>(a.cols);
-  for (int64_t tile = tiles.begin; tile < tiles.end; ++tile, packed += depth * kTileRows) {
+  const int64_t size = tile_size(depth, kTileRows);
+  for (int64_t tile = tiles.begin; tile < tiles.end; ++tile, packed += size) {
     for (int64_t j = 0; j < kTileRows; j += kLanes) {
       const int64_t lanes = std::min(kLanes, kTileRows - j);
       for (int64_t k = 0; k < depth; k += kLanes) {
@@ -143,14 +170,15 @@ void pack_tiles(const MatrixView<const In>& a, Span tiles, float* packed) {
 
 // Packs tiles of Aᵀ, several at a time, to use whole cache lines of a row.
 void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float* packed) {
-  constexpr int64_t kTogether = 12;
+  constexpr int64_t kTogether = 128;
   constexpr bool kOneStore = kTileRows < kLanes && 2 * kTileRows > kLanes;
-  const int64_t size = at.rows * kTileRows;
+  const int64_t size = tile_size(at.rows, kTileRows);
   for (int64_t first = tiles.begin; first < tiles.end; first += kTogether) {
     const int64_t last = std::min(first + kTogether, tiles.end);
     float* to = packed + (first - tiles.begin) * size;
     for (int64_t k = 0; k < at.rows; ++k, to += kTileRows) {
       const float* row = at.data + k * at.stride;
+      fetch_ahead(at, k, first * kTileRows, (last - first) * kTileRows);
       for (int64_t tile = first; tile < last; ++tile) {
         float* entries = to + (tile - first) * size;
         const int64_t begin = tile * kTileRows, left = at.cols - begin;
@@ -171,7 +199,7 @@ void pack_tiles_transposed(const MatrixView<const float>& at, Span tiles, float*
 // A vector holds the entries of two tiles.
 void pack_tiles_transposed(const MatrixView<const BFloat16>& at, Span tiles, float* packed) {
   static_assert(kLanes == 2 * kTileRows);
-  const int64_t size = entries<BFloat16>(at.rows) * kTileRows;
+  const int64_t size = tile_size(entries<BFloat16>(at.rows), kTileRows);
   for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
     const bool both = tile + 1 < tiles.end;
     float* to = packed + (tile - tiles.begin) * size;
@@ -265,8 +293,16 @@ void compute(
     const float* right, bool upper) {
   const int64_t depth = entries<In>(k.size());
   TileOfA<In> a;
-  a.row_step = left == nullptr ? product.a.stride : kInEntry<In>;
-  a.step = left == nullptr ? kInEntry<In> : kInEntry<In> * kTileRows;
+  if (left != nullptr) {
+    a.row_step = kInEntry<In>;
+    a.step = kInEntry<In> * kTileRows;
+  } else if (product.transpose_a) {  // float only: an entry is one number
+    a.row_step = 1;
+    a.step = product.a.stride;
+  } else {
+    a.row_step = product.a.stride;
+    a.step = kInEntry<In>;
+  }
   a.half = left == nullptr && k.size() % kInEntry<In> != 0;
   a.whole = a.half ? depth - 1 : depth;
   for (int64_t row = rows.begin; row < rows.end;) {
@@ -275,11 +311,12 @@ void compute(
                           : there >= 4                       ? 4
                           : there >= 2                       ? 2
                                                              : 1;
-    if (left == nullptr) {
-      a.data = product.a.data + row * product.a.stride + k.begin;
+    if (left != nullptr) {
+      const int64_t tile = (row - rows.begin) / kTileRows;
+      const float* entries_of_tile = left + tile * tile_size(depth, kTileRows);
+      a.data = reinterpret_cast<const In*>(entries_of_tile + in_tile);
     } else {
-      const float* tile = left + (row - rows.begin - in_tile) * depth;
-      a.data = reinterpret_cast<const In*>(tile + in_tile);
+      a.data = product.a.data + row * a.row_step + k.begin * (a.step / kInEntry<In>);
     }
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       if (upper && row >= (panel + 1) * kPanel) continue;

@@ -23,12 +23,13 @@ struct ProductKernels {
   /// Longest stretch of k summed at once. Longer products are summed in parts.
   int64_t depth = 0;
 
-  /// Packs one panel of B: `panel` entries per entry along k.
-  void (*pack_right)(const Product<In, Out>&, Span k, int64_t panel, float* packed) = nullptr;
-  /// Packs consecutive tiles of A: `tile_rows` entries per entry along k.
+  /// Packs consecutive panels of B: `panel` entries per entry along k.
+  void (*pack_right)(const Product<In, Out>&, Span k, Span panels, float* packed) = nullptr;
+  /// Packs consecutive tiles of A: `tile_rows` entries per entry along k, tile_size() apart.
   void (*pack_left)(const Product<In, Out>&, Span k, Span tiles, float* packed) = nullptr;
   /// Computes these rows of these panels. `right` is packed starting at the first of the panels. `left` is packed
-  /// starting at the first of the rows; if it is null, A is read in place. `upper` skips tiles below the diagonal.
+  /// starting at the first of the rows; if it is null, A is read in place, which a transposed A allows only in float.
+  /// `upper` skips tiles below the diagonal.
   void (*compute)(
       const Product<In, Out>&, Span k, Span rows, Span panels, const float* left,
       const float* right, bool upper) = nullptr;
@@ -44,6 +45,13 @@ constexpr int64_t kInEntry = 4 / static_cast<int64_t>(sizeof(In));
 template <typename In>
 constexpr int64_t entries(int64_t depth) {
   return (depth + kInEntry<In> - 1) / kInEntry<In>;
+}
+
+/// Distance between packed tiles of A. A cache line lies between them, so that tiles that are written together do not
+/// evict each other from the cache.
+constexpr int64_t tile_size(int64_t entries_along_k, int64_t tile_rows) {
+  constexpr int64_t kCacheLine = 16;
+  return entries_along_k * tile_rows + kCacheLine;
 }
 
 GROUP_MUON_FOR_TARGETS(GROUP_MUON_DECLARE_TABLE, kFloatProducts, ProductKernels<float, float>)

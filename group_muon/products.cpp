@@ -116,7 +116,7 @@ struct Work {
   void by_panels(Run&& run, int64_t threads) const {
     // Enough groups of panels for all threads. If there are few panels, rows are split as well, into pieces large
     // enough to be worth packing the panels for.
-    const int64_t even = panels() / ((product.transpose_a ? 2 : 8) * threads);
+    const int64_t even = panels() / ((product.transpose_a && !symmetric ? 2 : 8) * threads);
     const int64_t size = threads == 1 ? group() : std::clamp<int64_t>(even, 1, group());
     const int64_t groups = parts(panels(), size);
     const int64_t wanted = threads == 1 || symmetric ? 1 : parts(4 * threads, groups);

@@ -47,7 +47,7 @@ find_package_handle_standard_args(TorchWheel
   VERSION_VAR _torch_version
   REASON_FAILURE_MESSAGE "no torch found. Run ./run setup, install torch with pip, or pass -DTORCH_WHEEL_DIR=<site-packages>/torch")
 
-if(TorchWheel_FOUND AND NOT EXISTS "${TORCH_WHEEL_DIR}/include/torch/torch.h")
+if(TorchWheel_FOUND AND NOT EXISTS "${TORCH_WHEEL_DIR}/include/torch/library.h")
   message(FATAL_ERROR "the torch at ${TORCH_WHEEL_DIR} has no C++ headers. Install torch with pip")
 endif()
 

@@ -5,6 +5,7 @@ with the torch it was built for. pip hides the environment's packages from an is
 environment's Python, so that Python can still be asked where its torch is.
 """
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -79,12 +80,10 @@ def free_memory():
     return free
 
 
-def prepared(config_settings, say=False):
-    """The settings with the torch to build against. Stops if there is none, or one that is too old."""
-    settings = dict(config_settings or {})
+def prepared_torch(settings):
+    """The torch folder to build against. Stops if there is none, or one that is too old."""
     given = settings.get("cmake.define.TORCH_WHEEL_DIR")
     torch = pathlib.Path(given) if given else find_torch()
-    pip = f"{sys.executable} -m pip"
     if torch is None:
         stop(
             f"No torch is visible to {sys.executable}, and the core is built for the torch it will run with.",
@@ -94,25 +93,32 @@ def prepared(config_settings, say=False):
         )
     version, releases = version_of(torch), tested()
     if minor(version) < minor(releases[0]):
+        oldest = ".".join(map(str, minor(releases[0])))
         stop(
-            f"torch {version} at {torch} is too old: group_muon needs {'.'.join(map(str, minor(releases[0])))} or newer.",
-            f"To replace it: {pip} install 'torch>={releases[0]}'",
+            f"torch {version} at {torch} is too old: group_muon needs {oldest} or newer.",
+            f"To replace it: {sys.executable} -m pip install 'torch>={oldest}'",
         )
-    if minor(version) > minor(releases[-1]):
-        print(f"group_muon: torch {version} is newer than what was tested, up to {releases[-1]}")
-    try:
-        import scikit_build_core.build  # noqa: F401
-    except ImportError:
+    return torch
+
+
+def prepared(config_settings, compiles=False):
+    """The settings with the torch to build against. Says what will be built, and stops if it cannot be."""
+    settings = dict(config_settings or {})
+    torch = prepared_torch(settings)
+    if importlib.util.find_spec("scikit_build_core") is None:
         stop(
             "Without build isolation pip installs nothing for the build.",
-            f"Run: {pip} install scikit-build-core",
+            f"Run: {sys.executable} -m pip install scikit-build-core",
             "then this command again.",
         )
     settings["cmake.define.TORCH_WHEEL_DIR"] = str(torch)
-    if say:
+    if compiles:
         number = jobs(len(os.sched_getaffinity(0)), free_memory())
         number = os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(number))
-        print(f"group_muon: building for torch {version} at {torch} with {number} jobs", flush=True)
+        print(
+            f"group_muon: building for torch {version_of(torch)} at {torch}, {number} jobs",
+            flush=True,
+        )
     return settings
 
 
@@ -145,12 +151,12 @@ def prepare_metadata_for_build_editable(metadata_directory, config_settings=None
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    settings = prepared(config_settings, say=True)
+    settings = prepared(config_settings, compiles=True)
     return backend().build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    settings = prepared(config_settings, say=True)
+    settings = prepared(config_settings, compiles=True)
     return backend().build_editable(wheel_directory, settings, metadata_directory)
 
 

@@ -132,6 +132,10 @@ def check_joint(source, work, wheel, pythons):
     assert required == ["torch"], required
     assert "-py3-none-linux_" in wheel.name, wheel.name
     for number, python in enumerate(pythons):
+        code, printed = run(python, "-c", TORCH, cwd=work)
+        if code != 0:
+            print(f"not tried: {python} cannot import its torch: {printed.splitlines()[-1]}")
+            continue
         python = environment(work / f"venv-{number}", sees=python)
         torch = succeeds(python, "-c", TORCH, cwd=work)
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-index"]

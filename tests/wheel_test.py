@@ -138,7 +138,7 @@ def check_joint(source, work, wheel, pythons):
             continue
         python = environment(work / f"venv-{number}", sees=python)
         torch = succeeds(python, "-c", TORCH, cwd=work)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-index"]
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
         succeeds(*pip, wheel, cwd=work)
         assert succeeds(python, "-c", TORCH, cwd=work) == torch
         print(succeeds(python, "-c", USE, cwd=work), end="")

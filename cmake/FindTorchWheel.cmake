@@ -1,8 +1,10 @@
 # Links against the libtorch inside a pip-installed torch (CPU or CUDA wheel) by plain library paths.
 # torch's own package file is not used: in the CUDA wheel it requires a CUDA toolkit, which is not needed here.
 #
-#   TORCH_WHEEL_DIR   the torch folder in site-packages; by default Python is asked for it
-#   TorchWheel::torch the target to link
+#   TORCH_WHEEL_DIR    the torch folder in site-packages; by default Python is asked for it
+#   TorchWheel::torch  the target to link
+#   TorchWheel_TESTED  the versions that the library is tested with (torches.txt). Older ones are refused; newer ones
+#                      get a warning.
 
 if(NOT TORCH_WHEEL_DIR)
   # The project's own environment first, then the active Python.
@@ -25,11 +27,29 @@ if(EXISTS "${TORCH_WHEEL_DIR}/version.py")
   string(REGEX REPLACE "^__version__ = '([^']*)'.*" "\\1" _torch_version "${_torch_version_line}")
 endif()
 
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/torches.txt" _torch_tested REGEX "^[0-9]")
+list(JOIN _torch_tested ", " TorchWheel_TESTED)
+list(GET _torch_tested 0 _torch_oldest)
+list(GET _torch_tested -1 _torch_newest)
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" _torch_oldest "${_torch_oldest}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" _torch_newest "${_torch_newest}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" _torch_minor "${_torch_version}")
+if(_torch_minor AND _torch_minor VERSION_LESS _torch_oldest)
+  message(FATAL_ERROR "torch ${_torch_version} at ${TORCH_WHEEL_DIR} is too old: Group Muon is tested with torch "
+    "${TorchWheel_TESTED}. Name another one with -DTORCH_WHEEL_DIR=<site-packages>/torch")
+elseif(_torch_minor AND _torch_minor VERSION_GREATER _torch_newest)
+  message(WARNING "torch ${_torch_version} is newer than those that Group Muon is tested with: ${TorchWheel_TESTED}")
+endif()
+
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(TorchWheel
   REQUIRED_VARS TORCH_WHEEL_DIR _torch_version
   VERSION_VAR _torch_version
   REASON_FAILURE_MESSAGE "no torch found. Run ./run setup, install torch with pip, or pass -DTORCH_WHEEL_DIR=<site-packages>/torch")
+
+if(TorchWheel_FOUND AND NOT EXISTS "${TORCH_WHEEL_DIR}/include/torch/library.h")
+  message(FATAL_ERROR "the torch at ${TORCH_WHEEL_DIR} has no C++ headers. Install torch with pip")
+endif()
 
 if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
   set(TorchWheel_VERSION "${_torch_version}")

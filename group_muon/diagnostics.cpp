@@ -198,7 +198,7 @@ std::vector<Whitening> measure(
         parts.emplace_back(slot, spectra(blocks, accuracy, direction.scalar_type()));
       });
   // Sums over each line.
-  const auto over_line = [](const Tensor& tensor) { return tensor.sum({0, 2}); };
+  const auto over_line = [](const Tensor& tensor) { return tensor.sum(at::IntArrayRef({0, 2})); };
   const Tensor fine = as_lines(o, lying).to(at::kDouble);
   const Tensor first_order = over_line(as_lines(weight.grad, lying).to(at::kDouble) * fine) * scale;
   const Tensor squares = over_line(fine.square()), step_squares = squares * scale.square();

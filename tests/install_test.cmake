@@ -45,3 +45,18 @@ message("${printed}")
 if(failed OR NOT printed MATCHES "step 200  loss 0\\.0")
   message(FATAL_ERROR "the example did not learn its task")
 endif()
+
+# Another torch than the one it was built for is refused, and so is one that is too old.
+foreach(torch IN ITEMS "9.8.7;was built for torch" "2.4.1;is too old")
+  list(POP_FRONT torch version)
+  set(folder "${WORK}/torch-${version}")
+  file(WRITE "${folder}/version.py" "__version__ = '${version}+cpu'\n")
+  file(WRITE "${folder}/include/torch/library.h" "")
+  execute_process(COMMAND "${CMAKE_COMMAND}" -S "${SOURCE}/examples" -B "${folder}/build" -G Ninja
+    "-DCMAKE_PREFIX_PATH=${WORK}/moved" "-DTORCH_WHEEL_DIR=${folder}"
+    RESULT_VARIABLE failed OUTPUT_QUIET ERROR_VARIABLE said)
+  string(REGEX REPLACE "[ \n]+" " " said "${said}")
+  if(NOT failed OR NOT said MATCHES "${torch}")
+    message(FATAL_ERROR "torch ${version} was not refused: ${said}")
+  endif()
+endforeach()

@@ -1,11 +1,9 @@
 """Group Muon: Muon that orthogonalizes groups of attention heads."""
 
-from pathlib import Path
-
-import torch
+# First, since this loads the core, or says which torch it needs.
+from group_muon._library import VERSION  # isort: split
 
 from group_muon import diagnostics
-from group_muon._build import TORCH, VERSION
 from group_muon.layouts import (
     convolution,
     grouping,
@@ -23,12 +21,6 @@ from group_muon.layouts import (
 )
 from group_muon.models import param_groups
 from group_muon.optimizer import GroupMuon, engines, orthogonalize
-
-if torch.__version__.split("+")[0] != TORCH:
-    raise ImportError(f"group_muon was built for torch {TORCH}, but torch is {torch.__version__}")
-
-# The modules look up operators only when called, so the library may be loaded after them.
-torch.ops.load_library(str(Path(__file__).parent / "libgroup_muon.so"))
 
 __version__: str = VERSION
 __all__ = [

@@ -1,7 +1,7 @@
 """AdamW for the weights that are not matrices: the step of torch.optim.AdamW(fused=True), group by group."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,18 +34,26 @@ def check(group: Mapping[str, Any], names: Sequence[str]) -> None:
 
 def step(group: Mapping[str, Any], state: _State) -> None:
     weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+    fused = [weight for weight in weights if _can_be_fused(weight, state)]
+    _step(fused, group, state, fused=True)
+    if len(fused) < len(weights):
+        others = [weight for weight in weights if not _can_be_fused(weight, state)]
+        _step(others, group, state, fused=False)
+
+
+def _step(weights: list[Tensor], group: Mapping[str, Any], state: _State, fused: bool) -> None:
     if not weights:
         return
     states = [_state_of(weight, state) for weight in weights]
-    devices = {weight.device.type for weight in weights}
     adamw(
         weights,
-        [weight.grad for weight in weights],
+        [_grad_of(weight) for weight in weights],
         [own["exp_avg"] for own in states],
         [own["exp_avg_sq"] for own in states],
         [],
         [own["step"] for own in states],
-        fused=devices <= {"meta", *_get_fused_kernels_supported_devices()},
+        fused=fused,
+        foreach=None if fused else False,
         amsgrad=False,
         lr=group["lr"],
         beta1=group["betas"][0],
@@ -54,6 +62,19 @@ def step(group: Mapping[str, Any], state: _State) -> None:
         eps=group["eps"],
         maximize=group["maximize"],
     )
+
+
+# torch's fused kernel walks through memory and does not look at strides: weight, gradient and state must have the same.
+def _can_be_fused(weight: Tensor, state: _State) -> bool:
+    own = _state_of(weight, state)
+    same = own["exp_avg"].stride() == own["exp_avg_sq"].stride() == weight.stride()
+    return same and weight.device.type in ("meta", *_get_fused_kernels_supported_devices())
+
+
+def _grad_of(weight: Tensor) -> Tensor:
+    grad = cast(Tensor, weight.grad)
+    same = grad.stride() == weight.stride()
+    return grad if same else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
 def _state_of(weight: Tensor, state: _State) -> dict[str, Any]:

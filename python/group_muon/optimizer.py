@@ -164,7 +164,8 @@ def _check_whole_model(groups: ParamsT, partial: bool) -> None:
     if held < expected and not partial:
         raise ValueError(
             f"group_muon: these groups have {held} of the model's {expected} trainable weights, so the others would "
-            "never be trained; pass all groups of param_groups, or partial=True"
+            "never be trained; pass all groups of param_groups, or partial=True. (ZeroRedundancyOptimizer splits groups; it "
+            "is not supported.)"
         )
 
 

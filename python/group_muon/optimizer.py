@@ -404,7 +404,7 @@ class GroupMuon(torch.optim.Optimizer):
         (matched by parameter name if both have names, else in order).
 
         What differs afterwards, with the same lr, weight_decay, average=True and the matching base_scale:
-        torch.optim.Muon divides by max(‖X‖, eps), so it shrinks updates of matrices whose norm is below 1e-7;
+        torch.optim.Muon divides by max(‖X‖, eps), so it shrinks the updates of matrices whose norm is far below 1e-7;
         GroupMuon is relative to the norm. torch.optim.Muon always iterates in bfloat16; GroupMuon does where the
         hardware has it. In bfloat16, directions with singular values below about 1e-3 of the largest are mostly
         rounding, so the updates of ill-conditioned matrices differ there; precision="float32" computes them."""

@@ -234,11 +234,12 @@ def train(model, optimizer, steps):
 
 model, optimizer = start()
 train(model, optimizer, range(2))
-state = [torch.load(f"{folder}/x{rank}") for _ in [torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/x{rank}")]][0]
+torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/half{world}-{rank}")
 train(model, optimizer, range(2, 4))
 resumed, other = start(seed=9)
-resumed.load_state_dict(state[0])
-other.load_state_dict(state[1])
+state, optimizer_state = torch.load(f"{folder}/half{world}-{rank}")
+resumed.load_state_dict(state)
+other.load_state_dict(optimizer_state)
 train(resumed, other, range(2, 4))
 a, b = weights(model.module), weights(resumed.module)
 assert all(torch.equal(a[name], b[name]) for name in a), "resumed"
@@ -259,7 +260,9 @@ dist.destroy_process_group()
 
 def processes(folder, world):
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+        ),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }

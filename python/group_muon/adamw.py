@@ -81,7 +81,7 @@ def _state_of(weight: Tensor, state: _State) -> dict[str, Any]:
     """The state of a weight, by the names and types of torch.optim.AdamW(fused=True)."""
     own = state[weight]
     if not own:
-        own["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        own["step"] = weight.new_zeros((), dtype=torch.float32)
         own["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         own["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
     return own

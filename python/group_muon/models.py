@@ -66,7 +66,7 @@ class _UnresolvedError(Exception):
 
 def param_groups(
     model: nn.Module,
-    group_size: int | str | dict[str, int | str] | None,
+    group_size: int | str | dict[str, int | str] | None = None,
     rule: str = "random",
     *,
     segments: Sequence[str] = ("q", "k"),
@@ -75,8 +75,8 @@ def param_groups(
     adamw: Sequence[str] = (),
     verbose: bool = True,
     file: TextIO | None = None,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns parameter groups for GroupMuon and for AdamW, and prints a table of all choices.
+) -> list[dict[str, Any]]:
+    """Returns parameter groups for GroupMuon, and prints a table of all choices.
 
     Knows the attention weights of Hugging Face GPT-2, Llama, Qwen, Mistral, Phi-3, GPT-NeoX, Bloom,
     Falcon, DeepSeek (MLA) and BERT, of nanoGPT and Llama's own code, and of nn.MultiheadAttention.
@@ -99,8 +99,8 @@ def param_groups(
         verbose: print the table to `file`, by default standard output.
 
     Example:
-        muon, adamw = group_muon.param_groups(model, group_size=6, rule="random")
-        optimizers = [GroupMuon(muon, lr=3.6e-4), torch.optim.AdamW(adamw, lr=3.6e-3)]
+        groups = group_muon.param_groups(model, group_size=6, rule="random")
+        optimizer = GroupMuon(groups, lr=3.6e-4, adamw_lr=3.6e-3)
     """
     if isinstance(adamw, str):
         raise TypeError(f"group_muon: adamw should be a list of names, such as ['{adamw}']")
@@ -108,8 +108,7 @@ def param_groups(
     unused = set(named)
     wanted = _Wanted(group_size, rule, segments, share_qk)
     choices = _choose(model, wanted)
-    muon_groups: dict[str, dict[str, Any]] = {}
-    adamw_params: list[tuple[str, nn.Parameter]] = []
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
     rows: list[_Row] = []
     for name, parameter in model.named_parameters():  # lists a tied weight once
         if not parameter.requires_grad:
@@ -121,19 +120,30 @@ def param_groups(
                 "GroupMuon" if named[end] else "AdamW", named[end], "set by the caller"
             )
         rows.append((name, tuple(parameter.shape), choice))
+        role = _role(name, choice)
+        group = groups.setdefault((role, choice.layout), {"params": [], "role": role})
+        group["params"].append((name, parameter))
         if choice.optimizer == "AdamW":
-            adamw_params.append((name, parameter))
+            group["algorithm"] = "adamw"
         else:
             torch.ops.group_muon.check_layout(parameter, choice.layout, name)
-            empty: dict[str, Any] = {"params": [], "layout": choice.layout, "partitions": []}
-            group = muon_groups.setdefault(choice.layout, empty)
-            group["params"].append((name, parameter))
-            group["partitions"].append(choice.partition or _bare(name))
+            group |= {"algorithm": "muon", "layout": choice.layout}
+            group.setdefault("partitions", []).append(choice.partition or _bare(name))
     if unused:
         raise ValueError(f"group_muon: no weight's name ends with '{unused.pop()}'")
     if verbose:
         print(_table(rows) + wanted.missing(rows), file=file or sys.stdout)
-    return list(muon_groups.values()), [{"params": adamw_params}] if adamw_params else []
+    for group in groups.values():
+        group["model_weights"] = len(rows)
+    return list(groups.values())
+
+
+def _role(name: str, choice: _Choice) -> str:
+    if choice.optimizer != "AdamW":
+        return "attention" if _segments(choice.layout) else "matrix"
+    if "embedding" in choice.why or "head" in choice.why:
+        return "head" if "head" in choice.why else "embedding"
+    return "bias" if name.endswith("bias") else "gain" if choice.why == "not a matrix" else "other"
 
 
 class _Wanted:

@@ -1,13 +1,17 @@
-"""GroupMuon as a torch.optim.Optimizer: a thin wrapper around the operator group_muon::step_."""
+"""GroupMuon as a torch.optim.Optimizer: Muon's groups by the operator group_muon::step_, AdamW's by torch."""
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+
+from group_muon import adamw, contract, takeover
+from group_muon.models import param_groups
 
 _ops = torch.ops.group_muon
 _Loss = TypeVar("_Loss")
@@ -84,6 +88,15 @@ def _refuse_dtensor(parameter: Tensor, name: str) -> None:
         )
 
 
+def _refuse_vector(parameter: Tensor, name: str) -> None:
+    if parameter.dim() < 2:
+        raise ValueError(
+            f"group_muon: parameter '{name}' of shape {list(parameter.shape)} is not a matrix. Pass the model, as in "
+            "GroupMuon(model, group_size=6), or param_groups(model), which give embeddings, head, gains and biases to "
+            'AdamW; in groups of your own, set "algorithm": "adamw" for them'
+        )
+
+
 def orthogonalize(
     blocks: Tensor,
     *,
@@ -119,16 +132,56 @@ def engines() -> list[str]:
     return _ops.engines()
 
 
+def _groups_of(
+    params: "ParamsT | nn.Module", model_options: dict[str, Any], known: Sequence[str]
+) -> ParamsT:
+    """The parameters or groups to step; for a model, all of its trainable weights."""
+    accepted = [name for name in inspect.signature(param_groups).parameters if name != "model"]
+    for name, value in list(model_options.items()):
+        if name not in accepted:
+            if words := contract.refusal(name, value, [*known, *accepted], "of GroupMuon"):
+                raise TypeError(words)
+            del model_options[name]
+    if not isinstance(params, nn.Module):
+        if model_options:
+            name = next(iter(model_options))
+            raise TypeError(
+                f"group_muon: {name} is for a model: use GroupMuon(model, {name}=…) or "
+                f"GroupMuon(param_groups(model, {name}=…))"
+            )
+        return params
+    groups = param_groups(params, **model_options)
+    if not groups:
+        raise ValueError(f"group_muon: {type(params).__name__} has no trainable weights")
+    return groups
+
+
+def _check_whole_model(groups: ParamsT, partial: bool) -> None:
+    """Refuses groups of param_groups that lack some of the model's trainable weights."""
+    dicts = [group for group in groups if isinstance(group, dict)]
+    expected = max((group.get("model_weights", 0) for group in dicts), default=0)
+    held = sum(len(group["params"]) for group in dicts) if expected else 0
+    if held < expected and not partial:
+        raise ValueError(
+            f"group_muon: these groups have {held} of the model's {expected} trainable weights, so the others would "
+            "never be trained; pass all groups of param_groups, or partial=True. (ZeroRedundancyOptimizer splits groups; it "
+            "is not supported.)"
+        )
+
+
 class GroupMuon(torch.optim.Optimizer):
-    """Muon that orthogonalizes groups of attention heads.
+    """Muon that orthogonalizes groups of attention heads, and AdamW for what is not a matrix.
 
     Runs on any device that libtorch supports; tested on CPU and meta, untested on CUDA.
     load_state_dict also restores the saved options, including the layout and its groupings. To
     change them, call set_grouping (or edit param_groups) after loading.
 
     Args:
-        params: matrices (or parameter groups of them). Use AdamW for embeddings, head, gains and
-            biases. ``group_muon.param_groups(model, group_size=6)`` makes the split.
+        params: a model, the groups of ``group_muon.param_groups(model, …)``, or what every
+            optimizer of torch takes: matrices, or groups of them. A group with
+            ``"algorithm": "adamw"`` is stepped by AdamW.
+        model_options: for a model, arguments of ``param_groups``:
+            ``GroupMuon(model, group_size=6, rule="random")``.
         lr: learning rate; with the default scale, the size of one entry's step.
         momentum: in [0, 1).
         nesterov: orthogonalize the look-ahead G + μM instead of M.
@@ -161,11 +214,15 @@ class GroupMuon(torch.optim.Optimizer):
         transfer: rule that transfers lr from the reference shape to a block's shape: the same
             names, or "same" for base_scale.
         reference: "segment" (Q, K or V alone) or "matrix" (the whole weight).
+        maximize: step up the gradient.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of groups stepped by AdamW.
+            In such a group they are called lr, betas, eps and weight_decay.
+        partial: accept groups of param_groups that lack some of the model's weights.
     """
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 3.6e-4,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -187,38 +244,83 @@ class GroupMuon(torch.optim.Optimizer):
         base_scale: str = "sqrt_max",
         transfer: str = "same",
         reference: str = "segment",
+        maximize: bool = False,
+        adamw_lr: float | Tensor = 3.6e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        partial: bool = False,
+        **model_options: Any,
     ) -> None:
-        defaults = {
-            key: value
-            for key, value in locals().items()
-            if key not in ("self", "params", "__class__")
-        }
-        super().__init__(params, defaults)
+        given = locals()
+        options = [p.name for p in inspect.signature(GroupMuon).parameters.values()][1:-1]
+        defaults = {key: given[key] for key in options if not key.startswith("adamw_")}
+        del defaults["partial"]
+        defaults |= {"betas": adamw_betas, "algorithm": "muon"}
+        # Options that an AdamW group has under the same names, with other defaults.
+        self.adamw_defaults = {
+            "lr": adamw_lr, "eps": adamw_eps, "weight_decay": adamw_weight_decay
+        }  # fmt: skip
+        contract.check_lr(lr)
+        contract.check_lr(adamw_lr, "adamw_lr")
+        self._check({**defaults, "params": [], "partitions": None}, [])
+        groups = _groups_of(params, model_options, options)
+        if not isinstance(groups, Tensor):  # which torch refuses
+            groups = cast(ParamsT, list(groups))
+            _check_whole_model(groups, partial)
+        super().__init__(groups, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"adamw_defaults": self.adamw_defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickles, and ends load_state_dict, when its hooks have run."""
+        if "param_groups" in self.__dict__:
+            self._check_loaded(state["param_groups"])
         super().__setstate__(state)
-        # A state saved by an older version lacks newer options.
+        self.defaults.pop("differentiable", None)  # torch adds it; it would go into the groups
         for group in self.param_groups:
+            # A state saved by an older version lacks newer options.
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            if group["algorithm"] == "adamw":
+                adamw.place_steps(group, self.state)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not all("layout" in group for group in state_dict["param_groups"]):
+    def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
+        if not all("layout" in group for group in groups):
             raise ValueError(
                 "group_muon: this is not a GroupMuon state; use load_muon for one of torch.optim.Muon"
             )
-        before = [group["layout"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        after = [group["layout"] for group in self.param_groups]
-        for old, new in zip(before, after, strict=True):
-            if old != new:
+        for number, (ours, loaded) in enumerate(zip(self.param_groups, groups, strict=True)):
+            algorithm = loaded.get("algorithm", "muon")
+            if ours["algorithm"] != algorithm:
+                raise ValueError(
+                    f"group_muon: parameter group {number} is stepped by {ours['algorithm']}, but by {algorithm} in "
+                    "the loaded state"
+                )
+            if ours["layout"] != loaded["layout"]:
                 warnings.warn(
-                    f"group_muon: the loaded state replaces the layout '{old}' by '{new}'; to use "
-                    "another grouping, call set_grouping after loading",
-                    stacklevel=2,
+                    f"group_muon: the loaded state replaces the layout '{ours['layout']}' by '{loaded['layout']}'; "
+                    "to use another grouping, call set_grouping after loading",
+                    stacklevel=5,
+                )
+            if unknown := contract.unknown_keys(loaded, self.defaults):
+                warnings.warn(
+                    f"group_muon: this version does not know '{unknown[0]}' of the loaded state",
+                    stacklevel=5,
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            param_group = {k: v for k, v in param_group.items() if k != "model_weights"}
+            contract.check_keys(param_group, self.defaults)
+            algorithm = param_group.get("algorithm", "muon")
+            if algorithm not in contract.ALGORITHMS:
+                raise ValueError(
+                    f"group_muon: unknown algorithm {algorithm!r} of a parameter group: use muon or adamw"
+                )
+            if algorithm == "adamw":
+                param_group = {**self.adamw_defaults, **param_group}
         super().add_param_group(param_group)
         try:
             self._check(*list(self._named_groups())[-1])
@@ -230,7 +332,7 @@ class GroupMuon(torch.optim.Optimizer):
         """Changes the grouping from the next step on, for the segments with this name ("q", "k", …; "": all
         segments) in every parameter group that has one. Momentum is kept."""
         changes = []  # check all layouts before changing any
-        for group, names in self._named_groups():
+        for group, names in self._named_groups("muon"):
             if _ops.has_segment(group["layout"], segment):
                 layout = _ops.with_grouping(group["layout"], str(grouping), segment)
                 self._check(group | {"layout": layout}, names)
@@ -257,102 +359,71 @@ class GroupMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    # The step counts select the head groups, so a compiled step would be compiled anew every time. There is nothing
+    # to fuse either: all of Muon is one operator, a group of AdamW another.
+    @torch._disable_dynamo
+    def _step(self) -> None:
         # Check everything before writing anything.
         for group, names in self._named_groups():
             self._check(group, names)
-            self._settle_precision(group)
-        # Groups with equal step options are stepped together, which batches their blocks.
+        for group, _ in self._named_groups("adamw"):
+            adamw.step(group, self.state)
+        for shared, weights in self._batches():
+            if weights:
+                _ops.step_(*map(list, zip(*weights, strict=True)), **_operator_options(shared))
+            for parameter, *_ in weights:
+                self.state[parameter]["step"] += 1
+
+    def _batches(self) -> "list[tuple[StepOptions, list[_Weight]]]":
+        """Muon's weights with gradients. Those with equal step options are stepped together, which batches
+        their blocks."""
         batches: dict[str, tuple[StepOptions, list[_Weight]]] = {}
-        for group, names in self._named_groups():
+        for group, names in self._named_groups("muon"):
+            self._settle_precision(group)
             shared = _shared(group)
             _, weights = batches.setdefault(repr(shared), (shared, []))
-            lr = float(group["lr"])
+            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
             for parameter, name, partition in zip(
                 group["params"], names, group["partitions"] or names, strict=True
             ):
                 if parameter.grad is None:
                     continue
+                grad = -parameter.grad if group["maximize"] else parameter.grad
                 state = self._state_of(parameter)
                 weights.append(
-                    (parameter, parameter.grad, state["momentum_buffer"], group["layout"], name,
-                     partition, state["step"], lr, float(group["weight_decay"]))
+                    (parameter, grad, state["momentum_buffer"], group["layout"], name, partition,
+                     state["step"], lr, weight_decay)
                 )  # fmt: skip
-        for shared, weights in batches.values():
-            if weights:
-                _ops.step_(*map(list, zip(*weights, strict=True)), **_operator_options(shared))
-            for parameter, *_ in weights:
-                self.state[parameter]["step"] += 1
-        return loss
+        return list(batches.values())
 
     def load_muon(self, muon: "torch.optim.Muon | dict[str, Any]") -> None:
-        """Loads the momentum of a torch.optim.Muon over the same parameters, or of its state_dict
-        (matched by parameter name if both have names, else in order)."""
-        buffers = self._muon_buffers(muon)
-        changes = []  # check everything before writing anything
-        for group, names in self._named_groups():
-            for parameter, name in zip(group["params"], names, strict=True):
-                if id(parameter) not in buffers:
-                    raise ValueError(f"group_muon: the other optimizer has no parameter '{name}'")
-                buffer, momentum = buffers[id(parameter)]
-                if buffer is None:
-                    continue
-                if buffer.shape != parameter.shape:
-                    raise ValueError(
-                        f"group_muon: momentum of shape {tuple(buffer.shape)} does not fit parameter "
-                        f"'{name}' of shape {tuple(parameter.shape)}"
-                    )
-                # torch.optim.Muon keeps the average (1-μ)·ΣμⁱG; ours may be the sum ΣμⁱG.
-                scale = 1.0 if group["average"] else 1.0 / (1.0 - momentum)
-                changes.append((parameter, buffer * scale))
-        for parameter, loaded in changes:
+        """Loads the momentum of a torch.optim.Muon over the same matrices, or of its state_dict
+        (matched by parameter name if both have names, else in order).
+
+        What differs afterwards, with the same lr, weight_decay, average=True and the matching base_scale:
+        torch.optim.Muon divides by max(‖X‖, eps), so it shrinks the updates of matrices whose norm is far below 1e-7;
+        GroupMuon is relative to the norm. torch.optim.Muon always iterates in bfloat16; GroupMuon does where the
+        hardware has it. In bfloat16, directions with singular values below about 1e-3 of the largest are mostly
+        rounding, so the updates of ill-conditioned matrices differ there; precision="float32" computes them."""
+        ours = [
+            (parameter, name, group["average"])
+            for group, names in self._named_groups("muon")
+            for parameter, name in zip(group["params"], names, strict=True)
+        ]
+        for parameter, loaded in takeover.momentum_of(muon, ours):
             self._state_of(parameter)["momentum_buffer"].copy_(loaded)
 
-    def _muon_buffers(
-        self, muon: "torch.optim.Muon | dict[str, Any]"
-    ) -> dict[int, tuple[Tensor | None, float]]:
-        """id(our parameter) → (momentum buffer or None, momentum coefficient) of the other optimizer."""
-        groups = (
-            muon.param_groups if isinstance(muon, torch.optim.Optimizer) else muon["param_groups"]
-        )
-        if not all("momentum" in group for group in groups):
-            raise ValueError("group_muon: load_muon needs a torch.optim.Muon or its state_dict")
-        if isinstance(muon, torch.optim.Optimizer):
-            return {
-                id(p): (
-                    muon.state[p].get("momentum_buffer") if p in muon.state else None,
-                    g["momentum"],
-                )
-                for g in muon.param_groups
-                for p in g["params"]
-            }
-        theirs = [
-            (name, (muon["state"].get(index, {}).get("momentum_buffer"), group["momentum"]))
-            for group in muon["param_groups"]
-            for index, name in zip(
-                group["params"], group.get("param_names") or group["params"], strict=True
-            )
-        ]
-        ours = [
-            (p, name)
-            for group, names in self._named_groups()
-            for p, name in zip(group["params"], names, strict=True)
-        ]
-        by_name = dict(theirs)
-        if all(isinstance(name, str) for name in by_name):
-            return {id(p): by_name[name] for p, name in ours if name in by_name}
-        if len(theirs) != len(ours):
-            raise ValueError(
-                f"group_muon: the other optimizer has {len(theirs)} parameters, this one has {len(ours)}; "
-                "pass named parameters to both"
-            )
-        return {id(p): entry for (p, _), (_, entry) in zip(ours, theirs, strict=True)}
-
-    def _named_groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Each group with the names of its parameters: given, else their indices in the optimizer."""
+    def _named_groups(self, algorithm: str = "") -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Each group of an algorithm ("": of both) with the names of its parameters: given, else their indices in
+        the optimizer."""
         first = 0
         for group in self.param_groups:
             count = len(group["params"])
-            yield group, group.get("param_names") or [str(first + i) for i in range(count)]
+            if not algorithm or group["algorithm"] == algorithm:
+                yield group, group.get("param_names") or [str(first + i) for i in range(count)]
             first += count
 
     def _state_of(self, parameter: Tensor) -> _State:
@@ -376,16 +447,19 @@ class GroupMuon(torch.optim.Optimizer):
                 return
 
     def _check(self, group: dict[str, Any], names: list[str]) -> None:
-        """Rejects now what the operator would reject at the first step."""
+        """Rejects now what the step would reject."""
+        contract.check_lr(group["lr"])
+        if group["algorithm"] == "adamw":
+            adamw.check(group, names)
+            return
         for parameter, name in zip(group["params"], names, strict=True):
             _refuse_dtensor(parameter, name)
+            _refuse_vector(parameter, name)
         partitions = group["partitions"]
         if partitions is not None and len(partitions) != len(group["params"]):
             raise ValueError(
                 f"group_muon: {len(partitions)} names are given for {len(group['params'])} parameters"
             )
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"group_muon: lr should have one element, not {group['lr'].numel()}")
         if not isinstance(group["layout"], str):
             raise TypeError(
                 f"group_muon: layout should be a string such as packed_qkv() returns, not {group['layout']!r}"

@@ -8,6 +8,7 @@ from group_muon import diagnostics
 from group_muon._build import TORCH, VERSION
 from group_muon.layouts import (
     convolution,
+    flattened,
     grouping,
     head_order,
     interleaved_qkv,
@@ -15,6 +16,7 @@ from group_muon.layouts import (
     mla_query,
     output_projection,
     packed_qkv,
+    pattern,
     plain,
     separate,
     stacked,
@@ -36,6 +38,7 @@ __all__ = [
     "convolution",
     "diagnostics",
     "engines",
+    "flattened",
     "grouping",
     "head_order",
     "interleaved_qkv",
@@ -45,6 +48,7 @@ __all__ = [
     "output_projection",
     "packed_qkv",
     "param_groups",
+    "pattern",
     "plain",
     "separate",
     "stacked",

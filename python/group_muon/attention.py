@@ -17,6 +17,7 @@ from group_muon.choices import (
     bare,
     segments_of,
     stored_in_by_out,
+    weight_of,
 )
 from group_muon.sizes import (
     HEADS,
@@ -40,6 +41,7 @@ _SEPARATE = (
     ("query_proj", "key_proj", "value_proj"),
     ("linear_q", "linear_k", "linear_v"),
     ("c_q", "c_k", "c_v"),
+    ("Wq", "Wk", "Wv"),
     ("query_key", "query_key", "value"),  # Reformer: queries and keys are the same
 )
 # Further weights of such a module, and what they make.
@@ -418,7 +420,8 @@ def _output(site: Site, sizes: Sizes) -> list[_Found]:
     parent = site.parent
     if projection is None and type(parent).__name__.lower().endswith("attention"):
         beside = getattr(parent, "output", None)
-        projection = _projection(beside, "dense") if isinstance(beside, nn.Module) else None
+        if isinstance(beside, nn.Module) and isinstance(parent, nn.Module):
+            projection = _projection(beside, "dense") or _projection(parent, "output")
     if projection is None:
         return []
     heads, columns = sizes.of("o")
@@ -446,8 +449,8 @@ def _projection(module: nn.Module, *names: str) -> _Projection | None:
         child = getattr(module, name, None)
         if isinstance(child, nn.Module):
             child = _unwrapped(child)
-            weight = getattr(child, "weight", None)
-            if isinstance(weight, Tensor) and weight.dim() >= 2:
+            weight = weight_of(child)
+            if weight is not None and weight.dim() >= 2:
                 return _Projection(weight, child, name)
     return None
 

@@ -107,6 +107,16 @@ def stored_in_by_out(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
 
 
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The parameter behind a layer's weight, also if the weight is computed from it, as by weight_norm."""
+    computed = getattr(getattr(module, "parametrizations", None), "weight", None)
+    for name in ("original", "original1"):
+        if isinstance(original := getattr(computed, name, None), Tensor):
+            return original
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
 def adapters(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """LoRA's pairs (A: r × in, B: out × r) for a wrapped layer of peft."""
     down, up = getattr(module, "lora_A", None), getattr(module, "lora_B", None)

@@ -17,6 +17,7 @@ from group_muon.choices import (
     bare,
     family,
     stored_in_by_out,
+    weight_of,
 )
 
 # Names of output heads. In these, or in what they contain, the last matrix makes the output.
@@ -35,7 +36,7 @@ _TABLE = re.compile(
     r"|codebook|codevector|prototype|register"
 )
 _STATE_SPACE = re.compile(r"^(A_logs?|Ds?|A|dt|dt_bias|time_(decay|first|mix\w*|faaaa))$")
-_GAIN = re.compile(r"weight|scale|gamma|gain|^g$|alpha|lambda|lora_magnitude|^l$|ia3_l")
+_GAIN = re.compile(r"weight|original0|scale|gamma|gain|^g$|alpha|lambda|lora_magnitude|^l$|ia3_l")
 
 # Names of experts' weights that map from and to the residual stream.
 _UP = re.compile(r"gate|up|^w1|^w3|^v1|^wi|fc1|mlp1|input")
@@ -68,7 +69,15 @@ def places(model: nn.Module) -> Iterator[Place]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 full = f"{name}.{attribute}" if name else attribute
-                yield Place(full, parameter, module, attribute, configs[name])
+                owner = _layer_behind(model, name)
+                if parameter is weight_of(owner):
+                    attribute = "weight"
+                yield Place(full, parameter, owner, attribute, configs[name])
+
+
+def _layer_behind(model: nn.Module, name: str) -> nn.Module:
+    """A module by its name; for torch's parametrizations of a weight, the layer that has it."""
+    return model.get_submodule(name.removesuffix(".parametrizations.weight"))
 
 
 def tied_choices(model: nn.Module) -> dict[int, Choice]:
@@ -164,8 +173,7 @@ def _last_matrix(module: nn.Module) -> Tensor | None:
         return own if isinstance(own, Tensor) and own.dim() >= 2 and not table else None
     if any("attention" in type(m).__name__.lower() for m in module.modules()):
         return None
-    weight = inner[-1].weight
-    return weight if isinstance(weight, Tensor) else None
+    return weight_of(inner[-1])
 
 
 # Vectors.
@@ -210,7 +218,8 @@ def _convolution(conv: nn.modules.conv._ConvNd) -> Choice:
 
 
 def _linear(place: Place, wanted: Wanted) -> Choice:
-    child = _path(place.name)[-2] if "." in place.name else ""
+    path = _path(place.name.replace(".parametrizations.weight", ""))
+    child = path[-2] if len(path) > 1 else ""
     source, rows = family(place.owner, place.config), place.parameter.shape[0]
     if child in _GATE_UP and source.startswith(_GATE_UP[child]) and _even(rows):
         layout, why = _gate_up(rows, True, wanted)
@@ -291,6 +300,9 @@ def _direction(place: Place) -> tuple[bool, str]:
     if isinstance(declared, bool):
         return declared, "module.is_transposed"
     rows, columns = place.parameter.shape[-2:]
+    sizes = (getattr(place.owner, "output_size", None), getattr(place.owner, "input_size", None))
+    if sizes == (rows, columns):
+        return False, "module.output_size"
     for owner in (place.owner, place.config):
         for name in _HIDDEN:
             hidden = getattr(owner, name, None)

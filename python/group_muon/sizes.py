@@ -23,10 +23,10 @@ _HEAD_DIM = (
     "key_value_proj_dim",
 )  # fmt: skip
 _VALUE_DIM = ("head_v_dim", "v_head_dim", "value_head_dim")
-_WIDTH = ("embed_dim", "hidden_size", "n_embd", "d_model", "dim")
+_WIDTH = ("internal_dim", "dim_out", "embed_dim", "hidden_size", "n_embd", "d_model", "dim")
 _SIZES = {*HEADS, *_K_HEADS, *_V_HEADS, *_KV_HEADS, *_HEAD_DIM, *_VALUE_DIM, "all_head_size"}
 # Other sizes of heads. A module that has them says something that its config does not.
-_HEADLIKE = re.compile(r"heads?$|head_?(dim|size)|(dim|size)_(per_)?head|^d_(k|v|kv|qk)$")
+_HEADLIKE = re.compile(r"heads?$|head_?(dim|size)$|(dim|size)_(per_)?head$|^d_(k|v|kv|qk)$")
 
 
 @dataclass
@@ -122,7 +122,10 @@ def declared(site: Site, names: tuple[str, ...], default: int | None = None) -> 
 
 def _number(owner: object, place: str, names: tuple[str, ...]) -> tuple[int, str] | None:
     for name in names:
-        value = getattr(owner, name, None)
+        try:
+            value = getattr(owner, name, None)
+        except Exception:  # a config of transformers whose layers differ
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value, f"{place}.{name}"
     return None

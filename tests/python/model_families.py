@@ -6,6 +6,7 @@ Sizes differ from each other wherever a family allows it, so that mistaking one 
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.sam import modeling_sam
 
 SMALL = dict(vocab_size=64, num_hidden_layers=2, hidden_size=48, intermediate_size=96)
 HEADS = dict(**SMALL, num_attention_heads=12)
@@ -180,6 +181,29 @@ def sam():
     return hf.SamVisionModel(hf.SamVisionConfig(**sizes, global_attn_indexes=[1]))
 
 
+class SamCross(nn.Module):
+    """The cross-attention of SAM's mask decoder, which is narrower than the model."""
+
+    def __init__(self):
+        super().__init__()
+        config = hf.SamMaskDecoderConfig(hidden_size=48, num_attention_heads=4)
+        self.cross_attn = modeling_sam.SamAttention(config, downsample_rate=2)
+
+    def forward(self, x):
+        x = x[None, None]
+        return self.cross_attn(x, x, x)
+
+
+def led():
+    config = hf.LEDConfig(
+        vocab_size=64, d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=12,
+        decoder_attention_heads=6, encoder_ffn_dim=96, decoder_ffn_dim=96, attention_window=[4],
+        max_encoder_position_embeddings=32, max_decoder_position_embeddings=32,
+    )  # fmt: skip
+    model, inputs = translation(hf.LEDModel(config))
+    return model, {**inputs, "global_attention_mask": torch.tensor([[1] + [0] * 7] * 2)}
+
+
 def attend(q, k, v):
     """tokens × heads × head_dim, three times → tokens × (heads · head_dim)."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -265,6 +289,11 @@ FAMILIES = {
     "gpt2, cross-attention": lambda: text(
         gpt2(add_cross_attention=True), encoder_hidden_states=torch.randn(2, 5, 48)
     ),
+    "ctrl": lambda: text(
+        hf.CTRLModel(
+            hf.CTRLConfig(vocab_size=64, n_positions=16, n_embd=48, dff=96, n_layer=2, n_head=12)
+        )
+    ),
     "openai": lambda: text(hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**GPT2))),
     "bigcode": lambda: text(bigcode(False)),
     "bigcode, multi-query": lambda: text(bigcode(True)),
@@ -320,9 +349,11 @@ FAMILIES = {
     "deberta-v2": lambda: text(hf.DebertaV2Model(hf.DebertaV2Config(**HEADS, **RELATIVE))),
     "modernbert": lambda: text(modernbert()),
     "longformer": longformer,
+    "led": led,
     "reformer": lambda: text(reformer()),
     "xlnet": lambda: text(xlnet()),
     "sam": lambda: image(sam()),
+    "sam, mask decoder": lambda: vectors(SamCross()),
     "vit": lambda: image(hf.ViTForImageClassification(hf.ViTConfig(**VISION))),
     "blip": lambda: image(hf.BlipVisionModel(hf.BlipVisionConfig(**VISION))),
     "timm": lambda: vectors(TimmAttention()),

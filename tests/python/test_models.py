@@ -842,6 +842,37 @@ def test_a_compiled_model_draws_the_partitions_of_the_plain_one():
     )
 
 
+def test_weights_behind_a_weight_norm_are_those_of_their_layers():
+    model = untied()
+    model.conv = nn.Conv1d(8, 8, 3, bias=False)
+    plain = quiet(model, 6)
+    for layer in (model.attn.c_attn, model.mlp[0], model.lm_head, model.conv):
+        nn.utils.parametrizations.weight_norm(layer)
+    groups = quiet(model, 6)
+    v = "parametrizations.weight.original1"
+    assert layouts_of(groups)[f"attn.c_attn.{v}"] == layouts_of(plain)["attn.c_attn.weight"]
+    assert layouts_of(groups)[f"conv.{v}"] == "rows flatten"
+    assert roles_of(groups)[f"mlp.0.{v}"] == "matrix"
+    assert roles_of(groups)[f"lm_head.{v}"] == "head"
+    assert roles_of(groups)["attn.c_attn.parametrizations.weight.original0"] == "gain"
+
+
+def test_a_config_that_refuses_to_answer_leaves_attention_unresolved():
+    class Refusing:
+        @property
+        def num_attention_heads(self):
+            raise RuntimeError("it depends on the layer")
+
+    class TowerAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(self, name, nn.Linear(48, 48))
+
+    _, table = printed(WithConfig(Refusing(), attn=TowerAttention()), 2)
+    assert table.count("UNRESOLVED, so plain: neither the module nor its config declares") == 3
+
+
 @pytest.fixture
 def two_processes():
     """The first of two processes, the other of which is not there."""

@@ -168,9 +168,17 @@ def _notes(rows: list[_Row], wanted: Wanted) -> str:
 
 
 def _paste(rows: list[_Row]) -> list[str]:
-    """A line of code for each kind of unresolved weight. A name ends the same way in all layers."""
-    lines: dict[str, None] = {}
-    for name, _, choice in rows:
-        if choice.state == UNRESOLVED:
-            lines[f'    "{_pattern(name).split("*.")[-1]}": {choice.suggestion},'] = None
-    return list(lines)
+    """Lines of code for unresolved weights: one for all layers, by the end of the name, if they agree."""
+    found = [(name, c.suggestion) for name, _, c in rows if c.state == UNRESOLVED]
+    by_end: dict[str, set[str]] = {}
+    for name, code in found:
+        by_end.setdefault(_end(name), set()).add(code)
+    lines = [
+        f'    "{_end(name) if len(by_end[_end(name)]) == 1 else name}": {code},'
+        for name, code in found
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _end(name: str) -> str:
+    return _pattern(name).split("*.")[-1]

@@ -403,6 +403,14 @@ def test_the_lines_for_unresolved_weights_can_be_pasted():
     assert layouts_of(groups)["layers.0.mix.out_proj.weight"] == "columns o=12x4@0+4/all"
 
 
+def test_layers_that_differ_have_lines_of_their_own():
+    model = Nested(layers=nn.ModuleList([Nested(mix=Fused()), Nested(mix=Fused())]))
+    model.layers[1].mix.n_heads = 6
+    _, table = printed(model, 6)
+    assert '"layers.0.mix.qkv.weight": group_muon.packed_qkv(12, 4, 12,' in table
+    assert '"layers.1.mix.qkv.weight": group_muon.packed_qkv(6, 8, 6,' in table
+
+
 def test_linear_attention_of_an_unknown_kind_is_unresolved():
     class DeltaNet(nn.Module):
         def __init__(self):

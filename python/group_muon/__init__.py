@@ -6,6 +6,7 @@ from group_muon._library import VERSION  # isort: split
 from group_muon import diagnostics
 from group_muon.layouts import (
     convolution,
+    flattened,
     grouping,
     head_order,
     interleaved_qkv,
@@ -13,6 +14,7 @@ from group_muon.layouts import (
     mla_query,
     output_projection,
     packed_qkv,
+    pattern,
     plain,
     separate,
     stacked,
@@ -28,6 +30,7 @@ __all__ = [
     "convolution",
     "diagnostics",
     "engines",
+    "flattened",
     "grouping",
     "head_order",
     "interleaved_qkv",
@@ -37,6 +40,7 @@ __all__ = [
     "output_projection",
     "packed_qkv",
     "param_groups",
+    "pattern",
     "plain",
     "separate",
     "stacked",

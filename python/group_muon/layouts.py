@@ -90,6 +90,36 @@ def stacked(layout: str) -> str:
     return _ops.stacked(layout)
 
 
+def flattened(layout: str) -> str:
+    """Applies the layout to a weight read as first dimension × all others (hidden × heads × head_dim)."""
+    words = layout.split(" ")
+    words.insert(2 if "transposed" in words else 1, "flatten")
+    return " ".join(words)
+
+
+def pattern(times: int, *, share_qk: bool = False, **parts: tuple[int, int, str | int]) -> str:
+    """Any order of rows that repeats: each part is (heads, rows of a head, grouping), from top to bottom.
+
+    pattern(1, q=(12, 64, 6), k=(4, 64, 2), v=(4, 64, "all")) is packed; with 4 times q=(3, …), k=(1, …),
+    v=(1, …) it is interleaved; pattern(12, q=(1, 64, 6), gate=(1, 64, "all")) has query and gate per head."""
+    period = sum(heads * rows for heads, rows, _ in parts.values())
+    words, first = ["rows"], 0
+    streams = _streams(list(parts), share_qk)
+    for stream, (name, (heads, rows, grouping)) in zip(streams, parts.items(), strict=True):
+        starts = [first + i * period + j * rows for i in range(times) for j in range(heads)]
+        listed = ",".join(map(str, starts))
+        words.append(f"{name}={len(starts)}x{rows}@{listed}/{grouping}~{stream}")
+        first += heads * rows
+    return transposed(transposed(" ".join(words)))  # as the core writes it
+
+
+def _streams(names: list[str], share_qk: bool) -> list[int]:
+    """Q, K and V draw from the streams that packed_qkv gives them, other parts from streams of their own."""
+    fixed = {"q": 0, "k": 0 if share_qk else 1, "v": 2}
+    rest = iter(range(3 if set(names) & set(fixed) else 0, 3 + len(names)))
+    return [fixed[name] if name in fixed else next(rest) for name in names]
+
+
 def with_grouping(layout: str, grouping: str | int, segment: str = "") -> str:
     """The layout with another grouping for the segments with this name ("": all segments)."""
     return _ops.with_grouping(layout, str(grouping), segment)

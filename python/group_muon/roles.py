@@ -1,0 +1,332 @@
+"""What a weight is that does not belong to attention: matrix, embedding, output head, gain or bias."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from group_muon import layouts as lay
+from group_muon.choices import (
+    GUESSED,
+    KNOWN,
+    UNRESOLVED,
+    Choice,
+    Wanted,
+    adapter_choices,
+    bare,
+    family,
+    stored_in_by_out,
+    weight_of,
+)
+
+# Names of output heads. In these, or in what they contain, the last matrix makes the output.
+_HEAD = re.compile(
+    r"(\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out"
+    r"|logits_proj|start_logits|end_logits|answer_class|dense_prediction|vocab_projector|to_logits|unembed)"
+)
+# Names that may be heads, unless a numbered layer or attention has them.
+_MAYBE_HEAD = re.compile(r"(\w+_)?heads?")
+# Names that may be heads directly below the model.
+_HEAD_AT_TOP = ("output", "out", "decoder", "fc")
+
+# Names of parameters that are tables of vectors, not maps from vectors to vectors.
+_TABLE = re.compile(
+    r"token|embed|(^|_)emb(s|$|_)|(^|_)pos(_|$|ition)|position|latent|quer(y|ies)($|_)|prompt|probe|table|(^|_)rpb"
+    r"|codebook|codevector|prototype|register"
+)
+_STATE_SPACE = re.compile(r"^(A_logs?|Ds?|A|dt|dt_bias|time_(decay|first|mix\w*|faaaa))$")
+_GAIN = re.compile(r"weight|original0|scale|gamma|gain|^g$|alpha|lambda|lora_magnitude|^l$|ia3_l")
+
+# Names of experts' weights that map from and to the residual stream.
+_UP = re.compile(r"gate|up|^w1|^w3|^v1|^wi|fc1|mlp1|input")
+_DOWN = re.compile(r"down|^w2|^wo|fc2|mlp2|output")
+_EXPERTS = ("num_experts", "moe_num_experts", "n_experts", "num_local_experts", "n_routed_experts")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim")
+# Linear layers that hold a gate and an up-projection, one half each, by family; "": any.
+_GATE_UP = {"gate_up_proj": "", "Wi": "modernbert", "weights_in": "", "input_linear": "granite"}
+
+
+@dataclass
+class Place:
+    """A parameter, the module that owns it, and the config nearest to that module."""
+
+    name: str
+    parameter: Tensor
+    owner: nn.Module
+    attribute: str
+    config: object
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every parameter once."""
+    seen: set[int] = set()
+    configs: dict[str, object] = {}
+    for name, module in model.named_modules():
+        inherited = configs.get(name.rpartition(".")[0]) if name else None
+        configs[name] = getattr(module, "config", None) or inherited
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                full = f"{name}.{attribute}" if name else attribute
+                owner = _layer_behind(model, name)
+                if parameter is weight_of(owner):
+                    attribute = "weight"
+                yield Place(full, parameter, owner, attribute, configs[name])
+
+
+def _layer_behind(model: nn.Module, name: str) -> nn.Module:
+    """A module by its name; for torch's parametrizations of a weight, the layer that has it."""
+    return model.get_submodule(name.removesuffix(".parametrizations.weight"))
+
+
+def tied_choices(model: nn.Module) -> dict[int, Choice]:
+    """Embeddings and output heads. They win over all else, also where a weight is tied to them."""
+    choices = _heads(model)
+    for module in model.modules():
+        outputs = getattr(module, "get_output_embeddings", None)
+        head = outputs() if callable(outputs) else None
+        if isinstance(weight := getattr(head, "weight", None), Tensor):
+            choices[id(weight)] = Choice("head", "output head")
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            choices[id(module.weight)] = Choice("embedding", "embedding")
+    return choices
+
+
+def adapted_choices(model: nn.Module, wanted: Wanted) -> dict[int, Choice]:
+    """LoRA adapters of layers outside attention."""
+    choices: dict[int, Choice] = {}
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Linear):
+            place = Place(f"{name}.weight", base.weight, base, "weight", None)
+            choices |= adapter_choices(module, _linear(place, wanted))
+    return choices
+
+
+def choose(place: Place, wanted: Wanted) -> Choice:
+    """The choice for a weight that is neither attention nor tied to an embedding or a head."""
+    parameter, owner = place.parameter, place.owner
+    if _is_vector(parameter):
+        return _vector(place)
+    if isinstance(owner, nn.modules.conv._ConvNd) and place.attribute == "weight":
+        return _convolution(owner)
+    if isinstance(owner, nn.Linear) and place.attribute == "weight":
+        return _linear(place, wanted)
+    if stored_in_by_out(owner) and place.attribute == "weight":
+        return Choice("matrix", "matrix, in × out", lay.transposed(lay.plain()))
+    return _parameter(place, wanted)
+
+
+# Output heads.
+
+
+def _heads(model: nn.Module) -> dict[int, Choice]:
+    choices: dict[int, Choice] = {}
+    for name, module in _net(model).named_modules():
+        path = _path(name)
+        if state := _head_state(path, module):
+            several = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            for head in module.children() if several else [module]:
+                weight = _last_matrix(head)
+                if weight is not None and (state == KNOWN or id(weight) not in choices):
+                    why = f"output head, by the name '{path[-1]}'"
+                    choices[id(weight)] = Choice("head", why, state=state)
+    return choices
+
+
+def _net(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hold nothing else with weights, such as a LightningModule."""
+    while not [*model.parameters(recurse=False)]:
+        inner = {n: c for n, c in model.named_children() if any(True for _ in c.parameters())}
+        if len(inner) != 1 or any(_head_state([n], c) for n, c in inner.items()):
+            break
+        (model,) = inner.values()
+    return model
+
+
+def _path(name: str) -> list[str]:
+    """The parts of a name without peft's wrappers."""
+    return re.sub(r"\.modules_to_save\.\w+|\.base_layer", "", bare(name)).split(".")
+
+
+def _head_state(path: list[str], module: nn.Module) -> str:
+    """KNOWN, GUESSED or "" if the module is no output head."""
+    last = path[-1]
+    if _HEAD.fullmatch(last):
+        return KNOWN
+    inside = any(re.search(r"^\d+$|attn|attention", part.lower()) for part in path[:-1])
+    if _MAYBE_HEAD.fullmatch(last) and not inside:
+        return GUESSED
+    direct = len(path) == 1 and last in _HEAD_AT_TOP
+    return GUESSED if direct and isinstance(module, nn.Linear) else ""
+
+
+def _last_matrix(module: nn.Module) -> Tensor | None:
+    """The last matrix of a head. None for modules that are too much to be one."""
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    inner = [m for m in module.modules() if isinstance(m, kinds) or stored_in_by_out(m)]
+    if not inner:
+        own = getattr(module, "weight", None)
+        table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return own if isinstance(own, Tensor) and own.dim() >= 2 and not table else None
+    if any("attention" in type(m).__name__.lower() for m in module.modules()):
+        return None
+    return weight_of(inner[-1])
+
+
+# Vectors.
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    """Also 1 × 1 × n and n × 1 × 1."""
+    return sum(size > 1 for size in parameter.shape) < 2
+
+
+def _vector(place: Place) -> Choice:
+    named = _named(place)
+    if isinstance(place.owner, nn.Linear) and named == "weight":
+        return Choice("other", "one row or column, not a matrix")
+    if "bias" in named:
+        return Choice("bias", "bias")
+    if _TABLE.search(named):
+        return Choice("embedding", "vector of an embedding, by its name")
+    if _STATE_SPACE.match(named):
+        return Choice("other", "state-space constant")
+    if _GAIN.search(named):
+        return Choice("gain", "gain")
+    return Choice("other", "not a matrix")
+
+
+# Matrices of known layers.
+
+
+def _convolution(conv: nn.modules.conv._ConvNd) -> Choice:
+    depthwise = conv.groups > 1 and conv.weight.shape[1] == 1
+    if depthwise:
+        return Choice("other", "depthwise convolution: a filter per channel, not a matrix")
+    turned = isinstance(conv, nn.modules.conv._ConvTransposeNd)
+    if conv.groups > 1:
+        rows = conv.weight.shape[0] // conv.groups
+        layout = lay.flattened(lay.pattern(1, group=(conv.groups, rows, 1)))
+        if turned:
+            layout = layout.replace("rows", "rows transposed", 1)
+        return Choice("matrix", f"convolution of {conv.groups} groups, flattened", layout)
+    layout = lay.transposed(lay.convolution()) if turned else lay.convolution()
+    return Choice("matrix", "convolution, flattened", layout)
+
+
+def _linear(place: Place, wanted: Wanted) -> Choice:
+    path = _path(place.name.replace(".parametrizations.weight", ""))
+    child = path[-2] if len(path) > 1 else ""
+    source, rows = family(place.owner, place.config), place.parameter.shape[0]
+    if child in _GATE_UP and source.startswith(_GATE_UP[child]) and _even(rows):
+        layout, why = _gate_up(rows, True, wanted)
+        return Choice("matrix", why, layout, KNOWN if source else GUESSED)
+    return Choice("matrix", "matrix", lay.plain())
+
+
+def _even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def _gate_up(rows: int, halves: bool, wanted: Wanted) -> tuple[str, str]:
+    """Layout and reason of a fused gate and up-projection: two halves, or rows in turn."""
+    if wanted.gate_up == "one":
+        return lay.plain(), 'gate and up in one block (gate_up="one")'
+    times, size = (1, rows // 2) if halves else (rows // 2, 1)
+    order = "" if halves else ", rows in turn"
+    layout = lay.pattern(times, gate=(1, size, "all"), up=(1, size, "all"))
+    return layout, f'gate and up in two blocks (gate_up="two"){order}'
+
+
+# Parameters that belong to no known layer.
+
+
+def _named(place: Place) -> str:
+    """The parameter's own name. In peft's dictionaries the last part is that of the adapter."""
+    in_dict = isinstance(place.owner, nn.ParameterDict)
+    return place.name.split(".")[-2] if in_dict and "." in place.name else place.attribute
+
+
+def _parameter(place: Place, wanted: Wanted) -> Choice:
+    attribute, parameter = place.attribute, place.parameter
+    named, kind = _named(place), type(place.owner).__name__
+    if _STATE_SPACE.match(named):
+        return Choice("other", "state-space constant, not a matrix")
+    if re.search(r"bias(_[uv])?$", named):
+        return Choice("bias", "bias")
+    if _TABLE.search(named) or (named == "weight" and "Embedding" in kind):
+        return Choice("embedding", "table of vectors, by its name")
+    if "lora_embedding" in named:
+        return Choice("embedding", "LoRA of an embedding")
+    if "conv" in named and parameter.shape[1] == 1:
+        return Choice("other", "depthwise convolution: a filter per channel, not a matrix")
+    if _among_experts(place):
+        return _expert(place, wanted)
+    if parameter.dim() > 2:
+        why = f"stack of matrices out × in ({kind}.{attribute})"
+        return Choice("matrix", why, lay.stacked(lay.plain()), GUESSED)
+    if attribute == "weight" and re.search(r"Linear|Router|Gate", kind):
+        return Choice("matrix", f"matrix of {kind}", lay.plain())
+    return Choice("matrix", f"matrix out × in ({kind}.{attribute})", lay.plain(), GUESSED)
+
+
+def _among_experts(place: Place) -> bool:
+    names = f"{place.name} {type(place.owner).__name__}".lower()
+    router = re.search(r"router|gate$", type(place.owner).__name__.lower())
+    return "expert" in names and not router
+
+
+def _expert(place: Place, wanted: Wanted) -> Choice:
+    if place.parameter.dim() == 2:
+        return _packed_experts(place)
+    turned, reason = _direction(place)
+    outputs = place.parameter.shape[-1 if turned else -2]
+    layout, why = lay.plain(), ""
+    if re.fullmatch(r"gate_up(_proj)?", place.attribute) and _even(outputs):
+        halves = getattr(place.owner, "is_concatenated", True) is not False
+        layout, why = _gate_up(outputs, halves, wanted)
+    layout = lay.stacked(lay.transposed(layout) if turned else layout)
+    order = "in × out" if turned else "out × in"
+    why = f"experts × {order}, {reason or 'by default'}" + (f"; {why}" if why else "")
+    return Choice("matrix", why, layout, KNOWN if reason else GUESSED)
+
+
+def _direction(place: Place) -> tuple[bool, str]:
+    """Whether experts are stored in × out, and how that is known; "" if it is not."""
+    declared = getattr(place.owner, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared, "module.is_transposed"
+    rows, columns = place.parameter.shape[-2:]
+    sizes = (getattr(place.owner, "output_size", None), getattr(place.owner, "input_size", None))
+    if sizes == (rows, columns):
+        return False, "module.output_size"
+    for owner in (place.owner, place.config):
+        for name in _HIDDEN:
+            hidden = getattr(owner, name, None)
+            if hidden in (rows, columns) and rows != columns:
+                if _DOWN.search(place.attribute):
+                    return columns == hidden, f"{name} {hidden}"
+                if _UP.search(place.attribute):
+                    return rows == hidden, f"{name} {hidden}"
+    return False, ""
+
+
+def _packed_experts(place: Place) -> Choice:
+    """Experts one below the other in one matrix: each is a block of its own."""
+    count = next(
+        (n for name in _EXPERTS if isinstance(n := getattr(place.owner, name, None), int)), 0
+    )
+    rows = place.parameter.shape[0]
+    if not count or rows % count or rows == count:
+        return Choice("matrix", f"matrix ({place.attribute})", lay.plain(), GUESSED)
+    code = f"pattern(1, expert=({count}, {rows // count}, 1))"
+    if family(place.owner, place.config) != "dbrx":
+        why = f"it may hold {count} experts of {rows // count} rows"
+        return Choice("matrix", why, lay.plain(), UNRESOLVED, None, f"group_muon.{code}")
+    layout = lay.pattern(1, expert=(count, rows // count, 1))
+    if place.attribute == "w2":  # stored in × out, as its inputs are the experts' hidden units
+        layout = layout.replace("rows", "rows transposed", 1)
+    return Choice("matrix", f"{count} experts in one matrix", layout)

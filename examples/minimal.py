@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from group_muon import GroupMuon, param_groups
+from group_muon import GroupMuon
 
 VOCABULARY, WIDTH, HEADS, CONTEXT = 32, 96, 12, 32
 
@@ -26,19 +26,15 @@ torch.manual_seed(0)
 model = TinyGpt()
 
 # Q and K in random groups of 6 heads, drawn at every step; V and the rest as in plain Muon.
-muon, adamw = param_groups(model, group_size=6, rule="random")
-optimizers = [
-    GroupMuon(muon, lr=2e-3),
-    torch.optim.AdamW(adamw, lr=3.6e-3, betas=(0.9, 0.95), weight_decay=0, fused=True),
-]
+# Embeddings, head and biases are stepped by AdamW.
+optimizer = GroupMuon(model, group_size=6, rule="random", lr=2e-3, adamw_lr=3.6e-3)
 
 for step in range(201):
     tokens = torch.randint(VOCABULARY, (32, CONTEXT))
     logits = model(tokens)[:, 3:]  # from position 3, predict the token 3 back
     loss = nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, :-3].reshape(-1))
     loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     if step % 50 == 0:
         print(f"step {step:3d}  loss {loss.item():.4f}")

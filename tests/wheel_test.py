@@ -16,8 +16,7 @@ USE = """
 import pathlib, sys, torch, group_muon
 assert pathlib.Path(group_muon.__file__).is_relative_to(sys.prefix), group_muon.__file__
 model = torch.nn.MultiheadAttention(24, 6)
-layout = group_muon.packed_qkv(6, 4, q="3:random", k="3:random")
-optimizer = group_muon.GroupMuon([{"params": [model.in_proj_weight], "layout": layout}], lr=0.01)
+optimizer = group_muon.GroupMuon(model, group_size=3, rule="random", lr=0.01)
 x = torch.randn(5, 2, 24)
 before = model(x, x, x)[0].square().sum()
 before.backward()

@@ -1,6 +1,6 @@
 """torches.py PAGE RELEASE …: writes what ./run torches found to the page, from the tests' XML files.
 
-Rows of releases that did not run this time stay. Ends with an error if a test failed.
+Keeps the rows of releases that did not run this time. Ends with an error if a test failed.
 """
 
 import datetime
@@ -15,12 +15,12 @@ This page lists the torch versions that Group Muon runs with. `./run torches` te
 
 - The core is built once for each minor version of torch. It runs with all patch releases of that version: the C++
   headers of 2.12.0 and 2.12.1, and of 2.14.0 and 2.14.1, differ only in the version number.
-- `cmake/torches.txt` lists the releases that it is built for. CMake and pip refuse older ones. Newer ones are tried,
-  with a warning.
+- `cmake/torches.txt` lists the releases that it is built for. CMake and pip reject older ones, and warn about newer
+  ones.
 - A development version of torch needs a core of its own, built against exactly that version.
 
-Both suites ran on {machine}. `library` are the C++ tests of the optimizer and of the model's kernels, `package` the
-tests of the Python package. Tests of the program `group-muon` run with the pinned torch only.
+Both suites ran on {machine}. `library` has the C++ tests of the optimizer and of the model's kernels, `package` those
+of the Python package. Tests of the program `group-muon` run with the pinned torch only.
 
 | torch | library | package | date |
 |---|---|---|---|

@@ -1,5 +1,5 @@
-"""A GPU that is not there: tensors that say they are on cuda:0, and a count of what a GPU would see of a step: operator
-calls, those that launch work, copies from the host, and waits for the device. Their data is on the CPU, or on meta."""
+"""A pretended GPU. Its tensors say that they are on cuda:0; their data is on the CPU or on meta. Counts what a GPU would
+see of a step: operator calls, those that launch work, copies from the host, and waits for the device."""
 
 from collections import Counter
 

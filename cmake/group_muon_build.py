@@ -1,7 +1,7 @@
-"""The build backend: scikit-build-core, told to build against the torch of the environment that is installed into.
+"""The build backend: scikit-build-core, building against the torch of the environment that pip installs into.
 
-torch is no build requirement: pip would fetch another one into the isolated build environment, and a library runs only
-with the torch it was built for. pip hides the environment's packages from an isolated build, but runs it with that
+torch is not a build requirement: pip would fetch another one into the isolated build environment, and a library runs
+only with the torch it was built for. pip hides the environment's packages from an isolated build, but runs it with that
 environment's Python, so that Python can still be asked where its torch is.
 """
 
@@ -68,7 +68,7 @@ def jobs(cores, free_bytes):
 
 
 def free_memory():
-    """Bytes that new processes may use: of the machine, or of a container with less."""
+    """Bytes of memory that are free: the machine's, or a container's if it has less."""
     text = pathlib.Path("/proc/meminfo").read_text()
     free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1])
     group = pathlib.Path("/sys/fs/cgroup")

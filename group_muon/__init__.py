@@ -1,7 +1,7 @@
 """Not the Python package: this folder has the C++ library.
 
-Python finds this file when it is started in the root of a clone, where this folder hides an installed group_muon. Then
-the installed one takes this one's place; without one, the error says what to do.
+When Python is started in the root of a clone, it finds this file first. If the package is installed elsewhere, that one
+is loaded instead. If not, the error says how to install it.
 """
 
 import sys

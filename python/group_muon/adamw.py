@@ -12,7 +12,7 @@ _State = MutableMapping[Tensor, dict[str, Any]]
 
 
 def check(group: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuses now what the step would refuse."""
+    """Rejects early what the step would reject."""
     betas = tuple(group["betas"])
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise ValueError(f"group_muon: betas should be two numbers in [0, 1), not {betas}")
@@ -78,7 +78,7 @@ def _grad_of(weight: Tensor) -> Tensor:
 
 
 def _state_of(weight: Tensor, state: _State) -> dict[str, Any]:
-    """The state of a weight, by the names and types of torch.optim.AdamW(fused=True)."""
+    """The state of a weight, with the names and types of torch.optim.AdamW(fused=True)."""
     own = state[weight]
     if not own:
         own["step"] = weight.new_zeros((), dtype=torch.float32)
@@ -88,7 +88,7 @@ def _state_of(weight: Tensor, state: _State) -> dict[str, Any]:
 
 
 def place_steps(group: Mapping[str, Any], state: _State) -> None:
-    """Puts loaded step counts where the fused kernel wants them: in a tensor beside the weight."""
+    """Moves loaded step counts to where the fused kernel expects them: a tensor on the weight's device."""
     for weight in group["params"]:
         if "step" in state.get(weight, {}):
             own = state[weight]

@@ -1,4 +1,4 @@
-"""Where the heads lie in the attention weights of a model: what is known of attention modules."""
+"""Where the heads lie in the attention weights of a model: rules for the attention modules we know."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -136,7 +136,7 @@ def _sites(model: nn.Module, wanted: Wanted) -> Iterator[Site]:
 
 
 def _choices_at(site: Site, inside: bool) -> dict[int, Choice]:
-    """The choices of one module, which may lie inside an attention module that is known."""
+    """The choices for one module, which may lie inside a known attention module."""
     found: list[_Found] = []
     try:
         for resolve in _RESOLVERS:
@@ -177,7 +177,7 @@ def _choice(site: Site, found: _Found) -> Choice:
 
 
 def _tall(weight: Tensor, layout: str) -> str:
-    """A hint if a whole segment has more lines (heads × rows) than its matrix has directions."""
+    """A hint if a segment has more lines (heads × rows) than the matrix has directions."""
     directions = weight.shape[-1 if layout.startswith("rows") else -2]
     if "flatten" in layout:
         directions = weight.shape[0]
@@ -187,7 +187,7 @@ def _tall(weight: Tensor, layout: str) -> str:
     return f"; ungrouped, its heads share {directions} directions"
 
 
-# What is known, one kind of attention after the other.
+# The known kinds of attention.
 
 
 def _multihead_attention(site: Site) -> list[_Found] | None:
@@ -444,7 +444,7 @@ def _checked(
 
 
 def _projection(module: nn.Module, *names: str) -> _Projection | None:
-    """The first of these children that has a weight, within the wrappers of peft and Moshi."""
+    """The first of these children that has a weight; looks through the wrappers of peft and Moshi."""
     for name in names:
         child = getattr(module, name, None)
         if isinstance(child, nn.Module):
@@ -487,17 +487,17 @@ def _forgotten(site: Site, found: list[_Found]) -> list[_Found]:
     names = [name for name, _ in site.module.named_children() if _QKV_LIKE.search(name)]
     rest = [_projection(site.module, name) for name in names if not _HEADLESS.search(name)]
     return [
-        _Found(p, f"it is not known what '{p.name}' makes")
+        _Found(p, f"the purpose of '{p.name}' is unknown")
         for p in rest
         if p and id(p.weight) not in covered and not _not_a_projection(p.layer)
     ]
 
 
-# What to paste.
+# Suggestions for unresolved weights.
 
 
 def _suggestion(site: Site, found: _Found) -> str:
-    """Code for a layout that fits the weight's shape, or that has words to be replaced."""
+    """Code for a layout that fits the weight's shape, or one with words to replace."""
     code = _suggested(site, found.projection)
     if found.projection.flipped:
         code = f"group_muon.transposed({code})"

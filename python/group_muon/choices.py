@@ -1,4 +1,4 @@
-"""What param_groups decides for a weight, and what its caller asked for."""
+"""What param_groups decides for a weight, and what the user asked for."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def ends_with(name: str, end: str) -> bool:
 
 
 def family(module: nn.Module, config: object = None) -> str:
-    """The folder of transformers that a class comes from, timm's file, the config's model type, or ""."""
+    """The transformers folder or timm file that defines a class, else the config's model type, or ""."""
     for cls in type(module).__mro__:
         if found := re.match(r"transformers\.models\.(\w+)\.", cls.__module__):
             return found[1]
@@ -108,7 +108,7 @@ def stored_in_by_out(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """The parameter behind a layer's weight, also if the weight is computed from it, as by weight_norm."""
+    """The parameter behind a layer's weight, even if the weight is computed from it, as by weight_norm."""
     computed = getattr(getattr(module, "parametrizations", None), "weight", None)
     for name in ("original", "original1"):
         if isinstance(original := getattr(computed, name, None), Tensor):

@@ -51,7 +51,7 @@ def refusal(name: str, value: object, known: Collection[str], place: str) -> str
 
 
 def check_keys(group: dict[str, Any], known: Collection[str]) -> None:
-    """Refuses unknown keys of a group and removes those that change nothing."""
+    """Rejects unknown keys of a group and removes those that change nothing."""
     for key in [key for key in group if key not in known and key not in _ADDED_BY_OTHERS]:
         if words := refusal(key, group[key], known, "of a parameter group"):
             raise ValueError(words)

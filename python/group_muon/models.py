@@ -72,7 +72,7 @@ def param_groups(
 
 
 def _refuse_flat_weights(model: nn.Module) -> None:
-    """FSDP1 puts the weights of a module into one vector, of which each process has a piece."""
+    """Rejects FSDP1, which puts the weights of a module into one vector and gives each process a piece."""
     for name, module in model.named_modules():
         handle = getattr(module, "_handle", None)
         if type(module).__name__ != "FullyShardedDataParallel" or handle is None:
@@ -87,7 +87,7 @@ def _refuse_flat_weights(model: nn.Module) -> None:
 
 
 def _choose(model: nn.Module, wanted: Wanted) -> list[tuple[Place, Choice]]:
-    """The trainable weights, a tied one once, and the choice for each."""
+    """The trainable weights, tied ones only once, and the choice for each."""
     # Later ones win: a weight tied to an embedding or a head always goes to AdamW.
     found = adapted_choices(model, wanted)
     found |= attention_choices(model, wanted)
@@ -110,7 +110,7 @@ def _override(chosen: list[tuple[Place, Choice]], named: dict[str, str]) -> None
 
 
 def _groups(chosen: list[tuple[Place, Choice]]) -> list[dict[str, Any]]:
-    """A group for each role, and in attention and matrices for each layout."""
+    """One group per role; for attention and matrices, one per layout."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for place, choice in sorted(chosen, key=lambda item: _ROLES.index(item[1].role)):
         key = choice.role, choice.layout
@@ -168,7 +168,7 @@ def _notes(rows: list[_Row], wanted: Wanted) -> str:
 
 
 def _paste(rows: list[_Row]) -> list[str]:
-    """Lines of code for unresolved weights: one for all layers, by the end of the name, if they agree."""
+    """Lines of code for unresolved weights. Layers that agree share one line, by the end of the name."""
     found = [(name, c.suggestion) for name, _, c in rows if c.state == UNRESOLVED]
     by_end: dict[str, set[str]] = {}
     for name, code in found:

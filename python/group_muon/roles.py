@@ -1,4 +1,4 @@
-"""What a weight is that does not belong to attention: matrix, embedding, output head, gain or bias."""
+"""The roles of weights outside attention: matrix, embedding, output head, gain, bias or other."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from group_muon.choices import (
     weight_of,
 )
 
-# Names of output heads. In these, or in what they contain, the last matrix makes the output.
+# Names of output heads. The last matrix of such a module makes the output.
 _HEAD = re.compile(
     r"(\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out"
     r"|logits_proj|start_logits|end_logits|answer_class|dense_prediction|vocab_projector|to_logits|unembed)"
@@ -76,12 +76,12 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def _layer_behind(model: nn.Module, name: str) -> nn.Module:
-    """A module by its name; for torch's parametrizations of a weight, the layer that has it."""
+    """The module of that name. For a parametrized weight, the layer that has the weight."""
     return model.get_submodule(name.removesuffix(".parametrizations.weight"))
 
 
 def tied_choices(model: nn.Module) -> dict[int, Choice]:
-    """Embeddings and output heads. They win over all else, also where a weight is tied to them."""
+    """Embeddings and output heads. These roles take precedence, also for a weight tied to one."""
     choices = _heads(model)
     for module in model.modules():
         outputs = getattr(module, "get_output_embeddings", None)
@@ -152,7 +152,7 @@ def _path(name: str) -> list[str]:
 
 
 def _head_state(path: list[str], module: nn.Module) -> str:
-    """KNOWN, GUESSED or "" if the module is no output head."""
+    """KNOWN, GUESSED, or "" if the module is not an output head."""
     last = path[-1]
     if _HEAD.fullmatch(last):
         return KNOWN
@@ -164,7 +164,7 @@ def _head_state(path: list[str], module: nn.Module) -> str:
 
 
 def _last_matrix(module: nn.Module) -> Tensor | None:
-    """The last matrix of a head. None for modules that are too much to be one."""
+    """The last matrix of a head. None if the module contains attention or has no matrix."""
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
     inner = [m for m in module.modules() if isinstance(m, kinds) or stored_in_by_out(m)]
     if not inner:
@@ -180,7 +180,7 @@ def _last_matrix(module: nn.Module) -> Tensor | None:
 
 
 def _is_vector(parameter: Tensor) -> bool:
-    """Also 1 × 1 × n and n × 1 × 1."""
+    """Whether at most one dimension is larger than 1, as in 1 × 1 × n."""
     return sum(size > 1 for size in parameter.shape) < 2
 
 
@@ -232,20 +232,20 @@ def _even(number: int) -> bool:
 
 
 def _gate_up(rows: int, halves: bool, wanted: Wanted) -> tuple[str, str]:
-    """Layout and reason of a fused gate and up-projection: two halves, or rows in turn."""
+    """Layout and reason of a fused gate and up-projection: two halves, or alternating rows."""
     if wanted.gate_up == "one":
         return lay.plain(), 'gate and up in one block (gate_up="one")'
     times, size = (1, rows // 2) if halves else (rows // 2, 1)
-    order = "" if halves else ", rows in turn"
+    order = "" if halves else ", alternating rows"
     layout = lay.pattern(times, gate=(1, size, "all"), up=(1, size, "all"))
     return layout, f'gate and up in two blocks (gate_up="two"){order}'
 
 
-# Parameters that belong to no known layer.
+# Parameters outside known layers.
 
 
 def _named(place: Place) -> str:
-    """The parameter's own name. In peft's dictionaries the last part is that of the adapter."""
+    """The parameter's own name. In peft's dictionaries the last part names the adapter."""
     in_dict = isinstance(place.owner, nn.ParameterDict)
     return place.name.split(".")[-2] if in_dict and "." in place.name else place.attribute
 

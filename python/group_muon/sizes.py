@@ -1,4 +1,4 @@
-"""How many heads an attention module has, and how large they are: its own words, then its config's."""
+"""How many heads an attention module has, and how large they are: as the module declares, else its config."""
 
 import re
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _HEAD_DIM = (
 _VALUE_DIM = ("head_v_dim", "v_head_dim", "value_head_dim")
 _WIDTH = ("internal_dim", "dim_out", "embed_dim", "hidden_size", "n_embd", "d_model", "dim")
 _SIZES = {*HEADS, *_K_HEADS, *_V_HEADS, *_KV_HEADS, *_HEAD_DIM, *_VALUE_DIM, "all_head_size"}
-# Other sizes of heads. A module that has them says something that its config does not.
+# Unknown names that look like head sizes. They may contradict the config.
 _HEADLIKE = re.compile(r"heads?$|head_?(dim|size)$|(dim|size)_(per_)?head$|^d_(k|v|kv|qk)$")
 
 
@@ -42,7 +42,7 @@ class Sizes:
     linear: bool = False  # linear attention
 
     def of(self, segment: str) -> tuple[int, int]:
-        """Heads and rows of a head. The output projection has a head for each that attention puts out."""
+        """Number of heads, and rows of a head. The output projection has one head per head of attention's output."""
         if segment == "o":
             return max(self.heads, self.v_heads), self.value_dim
         count = {"q": self.heads, "k": self.k_heads, "v": self.v_heads}[segment]
@@ -63,7 +63,7 @@ class UnresolvedError(Exception):
 
 @dataclass
 class Site:
-    """An attention module, its surroundings and what the user wants of it."""
+    """An attention module, its surroundings and the groupings the user asked for."""
 
     name: str
     module: nn.Module
@@ -77,7 +77,7 @@ class Site:
 
 
 def sizes_of(site: Site) -> Sizes:
-    """The module's own numbers come first. The config speaks of other heads if their number differs."""
+    """The module's own numbers, then the config's. A config with another number of heads is ignored."""
     module, config = site.module, site.config
     heads, source = _own(module, (*HEADS, *_K_HEADS)) or declared(site, HEADS)
     if source.startswith("config"):
@@ -100,7 +100,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _nothing_else(module: nn.Module) -> None:
-    """A config is not trusted for a module that declares sizes of heads under other names."""
+    """Rejects a module that declares head sizes under unknown names, so its config may not apply."""
     for name, value in vars(module).items():
         strange = _HEADLIKE.search(name) and name not in _SIZES
         if strange and isinstance(value, int) and not isinstance(value, bool):
@@ -124,7 +124,7 @@ def _number(owner: object, place: str, names: tuple[str, ...]) -> tuple[int, str
     for name in names:
         try:
             value = getattr(owner, name, None)
-        except Exception:  # a config of transformers whose layers differ
+        except Exception:  # transformers' configs raise if layers differ
             continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value, f"{place}.{name}"
@@ -136,7 +136,7 @@ def named_attention(module: nn.Module) -> bool:
 
 
 def declares_heads(module: nn.Module) -> bool:
-    """Whether a module declares heads that are not those of a module inside."""
+    """Whether a module declares heads, and no module inside it does."""
     names = (*HEADS, *_K_HEADS, *_V_HEADS)
     inner = (m for m in module.modules() if m is not module)
     return _own(module, names) is not None and not any(

@@ -12,7 +12,10 @@ _Theirs = tuple[Tensor | None, float]  # momentum buffer (None before the first 
 def momentum_of(
     muon: "torch.optim.Muon | dict[str, Any]", ours: Sequence[tuple[Tensor, str, bool]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, momentum) for each of ours (parameter, name, average) that has momentum. Checks all of them."""
+    """Returns (parameter, momentum) for each of our parameters that has momentum there. Checks all first.
+
+    ours: (parameter, name, average) of each parameter.
+    """
     groups = muon.param_groups if isinstance(muon, torch.optim.Optimizer) else muon["param_groups"]
     if not all("momentum" in group for group in groups):
         raise ValueError("group_muon: load_muon needs a torch.optim.Muon or its state_dict")

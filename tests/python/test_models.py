@@ -430,7 +430,7 @@ def test_projections_that_no_rule_covers_are_unresolved():
             self.extra_query, self.gate = nn.Linear(48, 48), nn.Linear(48, 12)
 
     groups, table = printed(Nested(attn=Two()), 2)
-    why = "UNRESOLVED, so plain: it is not known what 'extra_query' makes"
+    why = "UNRESOLVED, so plain: the purpose of 'extra_query' is unknown"
     assert why in line_of(table, "attn.extra_query.weight")
     assert roles_of(groups)["attn.gate.weight"] == "matrix"
     assert layouts_of(groups)["attn.c_attn.weight"].startswith("rows q=12x4@0+4/2:random")

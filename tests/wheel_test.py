@@ -28,7 +28,7 @@ TORCH = "import torch; print(torch.__version__, torch.__file__)"
 
 
 def run(*words, cwd, **more):
-    """The command's exit code and all it prints. It knows nothing of the environment that runs this test."""
+    """The command's exit code and all it prints. It sees nothing of the environment that runs this test."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         list(map(str, words)),
@@ -49,7 +49,7 @@ def succeeds(*words, cwd):
 
 
 def refuses(*words, cwd, saying):
-    """Fails with these words, before anything is compiled."""
+    """Checks that the command fails with these words before anything is compiled."""
     code, printed = run(*words, cwd=cwd)
     assert code != 0, printed
     assert all(word in " ".join(printed.split()) for word in saying), printed

@@ -240,7 +240,7 @@ def test_linear_attention_has_heads_of_its_own_number():
 
 
 class GatedQuery(nn.Module):
-    """A query weight with twice the rows, in an order that nobody knows."""
+    """A query weight with twice the rows, in an unknown order."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ class Config:
 
 
 def test_the_modules_own_sizes_come_before_the_configs():
-    """The products agree, so that the config's heads would be cut in silence."""
+    """Heads × size is the same in both, so the config's heads would be cut without an error."""
     own = OwnHeads(num_k_heads=2, head_k_dim=8, num_v_heads=4, head_v_dim=6)
     layouts = layouts_of(quiet(WithConfig(Config(), mixer=own), 2))
     assert layouts["mixer.q_proj.weight"] == "rows q=2x8@0+8/2:random"
@@ -778,7 +778,7 @@ def test_gate_and_up_in_one_weight_are_one_block_or_two(gate_up):
 
 
 def test_two_blocks_are_the_gate_and_the_up_projection():
-    """gpt-oss has their columns in turn, others have two halves."""
+    """gpt-oss alternates their columns, others store two halves."""
     name = "model.layers.0.mlp.experts.gate_up_proj"
     in_turn = layouts_of(quiet(gpt_oss(), 2))[name]
     halves = layouts_of(quiet(qwen3_next(), 2))[name]
@@ -883,7 +883,7 @@ def test_a_config_that_refuses_to_answer_leaves_attention_unresolved():
 
 @pytest.fixture
 def two_processes():
-    """The first of two processes, the other of which is not there."""
+    """The first of two processes. The other one does not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -87,8 +87,8 @@ void add_train(CLI::App& app) {
   auto arguments = std::make_shared<TrainArguments>();
   auto* command = app.add_subcommand(
       "train",
-      "Train a GPT with AdamW and Group Muon. Every option in the sections of its help is also a "
-      "key of the configuration file, under the section's name");
+      "Train a GPT with AdamW and Group Muon. Each option that its help lists in a section is also "
+      "a key in that section of the configuration file");
   command
       ->add_option(
           "config", arguments->file, "Configuration file (TOML), such as configs/small.toml")

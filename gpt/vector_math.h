@@ -9,7 +9,8 @@
 namespace gpt {
 
 // eˣ as 2ⁿ·e^r with |r| ≤ ln 2 / 2, for x up to 88, accurate to 2 units in the last place. Returns 0 below -87,
-// infinity above 88 and NaN for NaN. x is only compared at the end, because compilers turn an earlier clamp into branches.
+// infinity above 88 and NaN for NaN. x is only compared at the end, because compilers turn an earlier clamp into
+// branches.
 [[gnu::always_inline]] inline float vector_exp(float x) {
   constexpr float kLog2e = 1.44269504F, kLn2High = 0.693359375F, kLn2Low = -2.12194440e-4F;
   // Adding 1.5·2²³ rounds to an integer and leaves it in the lowest bits.

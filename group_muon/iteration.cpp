@@ -17,7 +17,8 @@ constexpr Coefficients kConvergingTail{2.0, -1.5, 0.5};
 // Most steps without a restart, however well conditioned: without X, errors of the small matrices go unnoticed.
 constexpr size_t kLongestPhase = 3;
 constexpr double kPolarExpressMargin = 1.01;
-constexpr double kPolarExpressGramMargin = 1.05;
+// How much too large a value may become by rounding in a Gram method.
+constexpr double kGramMargin = 1.05;
 
 const std::vector<Coefficients>& named_list(std::string_view name) {
   static const std::vector<Coefficients> quintic = {{3.4445, -4.7750, 2.0315}};
@@ -32,7 +33,10 @@ const std::vector<Coefficients>& named_list(std::string_view name) {
       {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
       {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
       {3.3184196573706015, -2.488488024314874, 0.51004894012372},
-      {2.300652019954817, -1.6689039845747493, 0.4188073119525673}};
+      {2.300652019954817, -1.6689039845747493, 0.4188073119525673},
+      {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
+      {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
+      {1.875, -1.25, 0.375}};
   if (name == "quintic") return quintic;
   if (name == "polar_express") return polar_express;
   if (name == "you_jiacheng" || name == "you") return you_jiacheng;  // "you" is its old name
@@ -41,9 +45,47 @@ const std::vector<Coefficients>& named_list(std::string_view name) {
       "': use quintic, polar_express, you_jiacheng, or a list of (a, b, c)");
 }
 
-// The step p(x / margin), for inputs that are up to a factor `margin` too large.
-Coefficients with_margin(const Coefficients& k, double margin) {
-  return {k.a / margin, k.b / std::pow(margin, 3), k.c / std::pow(margin, 5)};
+// Whether p(1) = 1 and p'(1) = 0. Such a step pulls values to 1 from both sides and needs no margin.
+bool converges(const Coefficients& k) {
+  constexpr double kRounding = 1e-9;
+  return std::abs(k.a + k.b + k.c - 1) < kRounding && std::abs(k.a + 3 * k.b + 5 * k.c) < kRounding;
+}
+
+// The steps p(x / margin), for inputs that are up to a factor `margin` too large.
+std::vector<Coefficients> with_margin(std::vector<Coefficients> list, double margin) {
+  for (auto& k : list) {
+    if (converges(k)) continue;
+    k = {k.a / margin, k.b / std::pow(margin, 3), k.c / std::pow(margin, 5)};
+  }
+  return list;
+}
+
+// The largest |p(x)| for x in [0, bound].
+double largest_output(const Coefficients& k, double bound) {
+  const auto value = [&](double x) { return std::abs(x * (k.a + x * x * (k.b + x * x * k.c))); };
+  double largest = value(bound);
+  const auto try_square = [&](double square) {  // p' = a + 3b·x² + 5c·x⁴ is 0 there
+    if (square > 0 && square < bound * bound) largest = std::max(largest, value(std::sqrt(square)));
+  };
+  if (k.c == 0) {
+    if (k.b != 0) try_square(-k.a / (3 * k.b));
+  } else if (const double root = 9 * k.b * k.b - 20 * k.a * k.c; root >= 0) {
+    try_square((-3 * k.b + std::sqrt(root)) / (10 * k.c));
+    try_square((-3 * k.b - std::sqrt(root)) / (10 * k.c));
+  }
+  return largest;
+}
+
+// Whether the results stay within 10% of their bound if the values before any one step are a factor `excess` too large.
+bool tolerates(const std::vector<Coefficients>& list, double excess) {
+  std::vector<double> bounds = {1};  // before each step, and after the last
+  for (const auto& k : list) bounds.push_back(largest_output(k, bounds.back()));
+  for (size_t first = 0; first < list.size(); ++first) {
+    double bound = bounds[first] * excess;
+    for (size_t i = first; i < list.size(); ++i) bound = largest_output(list[i], bound);
+    if (!(bound <= 1.1 * bounds.back())) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -55,14 +97,24 @@ std::vector<Coefficients> coefficient_list(
       "group_muon: steps and tail_steps should be 0 or more, and together at most 100, not ", steps,
       " and ", tail_steps);
   const auto& list = named_list(name);
-  const double margin = name != "polar_express" ? 1.0
-                        : may_be_gram(method)   ? kPolarExpressGramMargin
-                                                : kPolarExpressMargin;
   std::vector<Coefficients> coefficients;
   for (int64_t i = 0; i < steps; ++i) {
-    coefficients.push_back(with_margin(list[std::min<size_t>(i, list.size() - 1)], margin));
+    coefficients.push_back(list[std::min<size_t>(i, list.size() - 1)]);
+  }
+  if (name == "polar_express") {
+    coefficients =
+        with_margin(std::move(coefficients), is_gram(method) ? kGramMargin : kPolarExpressMargin);
   }
   return with_tail(std::move(coefficients), tail_steps);
+}
+
+std::vector<Coefficients> with_gram_margin(const std::vector<Coefficients>& coefficients) {
+  constexpr int kChoices = 50;
+  for (int i = 0; i <= kChoices; ++i) {
+    auto list = with_margin(coefficients, 1 + i * (kGramMargin - 1) / kChoices);
+    if (tolerates(list, kGramMargin)) return list;
+  }
+  return coefficients;  // no margin helps
 }
 
 std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps) {
@@ -211,6 +263,11 @@ void check(const OrthogonalizeOptions& options) {
   TORCH_CHECK_VALUE(
       options.restarts.empty() || may_be_gram(options.method),
       "group_muon: restarts apply only to the methods gram, accurate_gram and auto");
+  TORCH_CHECK_VALUE(
+      options.gram_coefficients.empty() ||
+          options.gram_coefficients.size() == options.coefficients.size(),
+      "group_muon: gram_coefficients should have as many steps as coefficients, ",
+      options.coefficients.size(), ", not ", options.gram_coefficients.size());
   int64_t previous = 0;
   for (const auto restart : options.restarts) {
     TORCH_CHECK_VALUE(
@@ -234,6 +291,13 @@ OrthogonalizeOptions resolved(OrthogonalizeOptions options, const c10::Device& d
                        : Engine::kPortable;
   if (options.method == Method::kAuto) {
     options.method = options.engine == Engine::kPortable ? Method::kNewtonSchulz : Method::kGram;
+  }
+  if (is_gram(options.method)) {
+    if (!options.gram_coefficients.empty()) {
+      options.coefficients = options.gram_coefficients;
+    } else if (options.precision == c10::kBFloat16) {
+      options.coefficients = with_gram_margin(options.coefficients);
+    }
   }
   return options;
 }

@@ -36,12 +36,17 @@ constexpr bool may_be_gram(Method method) { return is_gram(method) || method == 
 
 /// The first `steps` entries of a named list: quintic (Muon's), polar_express or you_jiacheng. A shorter list repeats
 /// its last entry. Then `tail_steps` times (2, -1.5, 0.5), which converges to σ = 1. Polar Express is tuned for
-/// σ ≤ 1, so it gets a margin against rounding, and a larger one if the method may be a Gram method.
+/// σ ≤ 1, so it gets a margin against rounding: 1% as published, 5% for a Gram method, which rounds more.
 std::vector<Coefficients> coefficient_list(
     std::string_view name, int64_t steps, int64_t tail_steps, Method method);
 
 /// The list followed by `tail_steps` converging steps.
 std::vector<Coefficients> with_tail(std::vector<Coefficients> coefficients, int64_t tail_steps);
+
+/// A custom list as a Gram method needs it in bf16. Every step p becomes p(x / margin), with the smallest margin up to
+/// 5% for which values that are 5% too large stay bounded. Steps that converge to 1 keep their form. A list that is
+/// bounded already, such as quintic, is returned as it is.
+std::vector<Coefficients> with_gram_margin(const std::vector<Coefficients>& coefficients);
 
 /// The steps after which a Gram method with these coefficients restarts from XXᵀ: as few as keep the condition
 /// number of the accumulated factors below `limit`, or as low as possible.
@@ -60,6 +65,8 @@ struct OrthogonalizeOptions {
   Method method = Method::kNewtonSchulz;
   Engine engine = Engine::kAuto;  // for the Gram methods; the others use libtorch
   std::vector<Coefficients> coefficients = coefficient_list("quintic", 5, 0, Method::kNewtonSchulz);
+  // Gram methods: instead of `coefficients`; empty: the same, in bf16 with_gram_margin().
+  std::vector<Coefficients> gram_coefficients = {};
   std::vector<int64_t> restarts = {};  // Gram methods: steps to restart after; empty: automatic
   c10::ScalarType precision = kAutoPrecision;
   double eps = 1e-7;          // divisor ‖X‖·(1 + eps), or ‖X‖ + eps if not relative
@@ -89,7 +96,8 @@ std::string_view precision_name(c10::ScalarType precision);
 /// Rejects invalid options. Errors name the value and what would be valid.
 void check(const OrthogonalizeOptions& options);
 
-/// The options with every `auto` (precision, engine, method) replaced by the choice for this device.
+/// The options with every `auto` (precision, engine, method) replaced by the choice for this device, and with the
+/// coefficients of the chosen method.
 OrthogonalizeOptions resolved(OrthogonalizeOptions options, const c10::Device& device);
 
 }  // namespace group_muon

@@ -23,11 +23,15 @@ std::vector<Coefficients> triples(const std::vector<double>& flat) {
 OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
   OrthogonalizeOptions result;
   result.method = parse_method(options.method());
-  result.coefficients =
-      options.custom_coefficients().empty()
-          ? coefficient_list(
-                options.coefficients(), options.steps(), options.tail_steps(), result.method)
-          : with_tail(triples(options.custom_coefficients()), options.tail_steps());
+  const auto named = [&](Method method) {
+    return coefficient_list(options.coefficients(), options.steps(), options.tail_steps(), method);
+  };
+  if (options.custom_coefficients().empty()) {
+    result.coefficients = named(Method::kNewtonSchulz);
+    result.gram_coefficients = named(Method::kGram);
+  } else {
+    result.coefficients = with_tail(triples(options.custom_coefficients()), options.tail_steps());
+  }
   result.restarts = options.restarts();
   result.precision = parse_precision(options.precision());
   result.engine = parse_engine(options.engine());

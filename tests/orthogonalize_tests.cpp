@@ -443,6 +443,104 @@ TEST_F(OrthogonalizeTest, CoefficientListsAreCutRepeatedAndExtended) {
       coefficient_list("polar_express", 1, 0, Method::kNewtonSchulz)[0].a, 8.28721201814563 / 1.01);
   EXPECT_DOUBLE_EQ(
       coefficient_list("polar_express", 1, 0, Method::kGram)[0].a, 8.28721201814563 / 1.05);
+  const auto polar_express = coefficient_list("polar_express", 10, 0, Method::kNewtonSchulz);
+  EXPECT_DOUBLE_EQ(polar_express[6].a, 1.8750014808534479 / 1.01);
+  for (const size_t i : {7, 8, 9}) {  // they converge and need no margin
+    EXPECT_EQ(polar_express[i], (Coefficients{1.875, -1.25, 0.375}));
+  }
+}
+
+TEST_F(OrthogonalizeTest, MorePolarExpressStepsAreNeverWorse) {
+  for (const auto& x :
+       {torch::randn({48, 192}, torch::kDouble), with_spectrum(spectrum(48, 1e3), 48, 192)}) {
+    const Tensor polar = orthogonalize(x, exact());
+    for (const auto method : {Method::kNewtonSchulz, Method::kGram, Method::kAccurateGram}) {
+      for (const auto precision : {torch::kDouble, torch::kFloat}) {
+        double before = 1;
+        for (int64_t steps = 4; steps <= 12; ++steps) {
+          auto options = iteration("polar_express", steps, method, precision);
+          options.restarts = {};
+          const double error = relative_error(orthogonalize(x, options), polar);
+          EXPECT_LT(error, before + 1e-4) << steps << " steps, " << method_name(method);
+          before = error;
+        }
+        EXPECT_LT(before, precision == torch::kDouble ? 1e-9 : 1e-3) << method_name(method);
+      }
+    }
+  }
+}
+
+// A Polar Express list with a margin of 2% of its own, as other programs use it.
+const std::vector<Coefficients> kOwnList = {
+    {8.156554524902461, -22.48329292557795, 15.878769915207462},
+    {4.042929935166739, -2.808917465908714, 0.5000178451051316},
+    {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
+    {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
+    {2.3465413258596377, -1.7097828382687081, 0.42323551169305323}};
+
+// With the margin, a Gram method in bf16 rounds hardly more than the plain iteration of the same list.
+TEST_F(OrthogonalizeTest, OwnListsGetTheMarginThatGramNeeds) {
+  const auto with_margin = with_gram_margin(kOwnList);
+  const Tensor one_direction =
+      torch::randn({64, 1}, torch::kDouble).mm(torch::randn({1, 256}, torch::kDouble));
+  for (const auto& x :
+       {torch::randn({64, 768}, torch::kDouble), with_spectrum(spectrum(64, 30), 64, 256),
+        one_direction + 0.1 * torch::randn({64, 256}, torch::kDouble)}) {
+    const auto error = [&](Method method, Engine engine) {
+      OrthogonalizeOptions options = {
+          .method = Method::kNewtonSchulz,
+          .coefficients = with_margin,
+          .precision = torch::kDouble};
+      const Tensor expected = orthogonalize(x, options);
+      options.method = method;
+      options.engine = engine;
+      options.precision = torch::kBFloat16;
+      if (is_gram(method)) options.coefficients = kOwnList;
+      return relative_error(orthogonalize(x, options), expected);
+    };
+    const double plain = error(Method::kNewtonSchulz, Engine::kAuto);
+    for (const auto method : {Method::kGram, Method::kAccurateGram}) {
+      EXPECT_LT(error(method, Engine::kPortable), plain + 0.03) << method_name(method);
+      if (has_bf16(torch::kCPU)) {
+        EXPECT_LT(error(method, Engine::kAuto), plain + 0.03) << method_name(method);
+      }
+    }
+  }
+}
+
+TEST_F(OrthogonalizeTest, TheGramMarginIsOnlyAddedWhereItIsNeededAndOnlyOnce) {
+  for (int64_t steps = 1; steps <= 12; ++steps) {
+    for (const int64_t tail : {0, 1, 4}) {
+      const auto quintic = coefficient_list("quintic", steps, tail, Method::kGram);
+      EXPECT_EQ(with_gram_margin(quintic), quintic) << steps << "+" << tail;
+      for (const auto* name : {"polar_express", "you_jiacheng"}) {
+        const auto once =
+            with_gram_margin(coefficient_list(name, steps, tail, Method::kNewtonSchulz));
+        EXPECT_EQ(with_gram_margin(once), once) << name << " " << steps << "+" << tail;
+      }
+    }
+  }
+  const double margin = kOwnList[0].a / with_gram_margin(kOwnList)[0].a;
+  EXPECT_GT(margin, 1.02);
+  EXPECT_LT(margin, 1.04);
+  // fp32 rounds too little for that.
+  const OrthogonalizeOptions in_fp32 = {
+      .method = Method::kGram, .coefficients = kOwnList, .precision = torch::kFloat};
+  EXPECT_EQ(resolved(in_fp32, torch::kCPU).coefficients, kOwnList);
+}
+
+TEST_F(OrthogonalizeTest, AutoThatFallsBackIsNewtonSchulz) {
+  const Tensor x = torch::randn({24, 40});
+  for (const auto* name : {"polar_express", "you_jiacheng"}) {
+    OrthogonalizeOptions plain;
+    plain.coefficients = coefficient_list(name, 5, 0, Method::kNewtonSchulz);
+    plain.gram_coefficients = coefficient_list(name, 5, 0, Method::kGram);
+    auto fallback = plain;
+    fallback.method = Method::kAuto;
+    fallback.engine = Engine::kPortable;
+    EXPECT_EQ(resolved(fallback, torch::kCPU).coefficients, plain.coefficients);
+    EXPECT_TRUE(torch::equal(orthogonalize(x, fallback), orthogonalize(x, plain)));
+  }
 }
 
 TEST_F(OrthogonalizeTest, EmptyInputGivesEmptyOutput) {

@@ -115,7 +115,7 @@ void add_train(CLI::App& app) {
                        ->take_last()
                        ->type_name(value.empty() ? "" : "[" + value + "]");
     // A bare --nesterov means true.
-    if (std::holds_alternative<bool train::Config::*>(key.member)) option->expected(0, 1);
+    if (train::type_of(key) == train::Type::kSwitch) option->expected(0, 1);
   }
   command->callback([arguments] { run(*arguments); });
 }

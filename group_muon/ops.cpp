@@ -1,5 +1,5 @@
-// The core as torch operators, the only functions the Python package calls. Layouts, groupings and enums are passed
-// as text, which can be saved, compared and printed directly.
+// The core as torch operators, the only functions the Python package calls. Layouts, groupings and options are
+// passed as text, which can be saved, compared and printed directly.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -16,47 +16,12 @@ using Floats = std::vector<double>;
 using Ints = std::vector<int64_t>;
 using Texts = std::vector<std::string>;
 
-constexpr auto kOrthogonalizeSchema =
-    "str method, str coefficients, float[] custom_coefficients, int steps, int tail_steps, "
-    "int[] restarts, str precision, str engine, float eps, bool relative_eps, float rank_tolerance";
-constexpr auto kStepSchema =
-    "float momentum, bool nesterov, bool average, int seed, str base_scale, str transfer, "
-    "str reference, ";
-
-GroupMuonOptions orthogonalize_fields(
-    const std::string& method, const std::string& coefficients, const Floats& custom_coefficients,
-    int64_t steps, int64_t tail_steps, const Ints& restarts, const std::string& precision,
-    const std::string& engine, double eps, bool relative_eps, double rank_tolerance) {
-  return GroupMuonOptions()
-      .method(method)
-      .coefficients(coefficients)
-      .custom_coefficients(custom_coefficients)
-      .steps(steps)
-      .tail_steps(tail_steps)
-      .restarts(restarts)
-      .precision(precision)
-      .engine(engine)
-      .eps(eps)
-      .relative_eps(relative_eps)
-      .rank_tolerance(rank_tolerance);
+StepOptions parse_step_options(const std::string& text) {
+  return step_options(parse_options(text, Part::kStep));
 }
 
-GroupMuonOptions step_fields(
-    double momentum, bool nesterov, bool average, int64_t seed, const std::string& base_scale,
-    const std::string& transfer, const std::string& reference, const std::string& method,
-    const std::string& coefficients, const Floats& custom_coefficients, int64_t steps,
-    int64_t tail_steps, const Ints& restarts, const std::string& precision,
-    const std::string& engine, double eps, bool relative_eps, double rank_tolerance) {
-  return orthogonalize_fields(
-             method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision,
-             engine, eps, relative_eps, rank_tolerance)
-      .momentum(momentum)
-      .nesterov(nesterov)
-      .average(average)
-      .seed(seed)
-      .base_scale(base_scale)
-      .transfer(transfer)
-      .reference(reference);
+OrthogonalizeOptions parse_orthogonalize_options(const std::string& text) {
+  return step_options(parse_options(text, Part::kOrthogonalize)).orthogonalize;
 }
 
 Layout checked_layout(const Tensor& weight, const std::string& layout, const std::string& name) {
@@ -120,105 +85,88 @@ void warn_of_software_bf16(
   }
 }
 
-// Operators that take all of the step's options, listed once in step_fields.
-template <typename Fields>
-struct WithOptions;
-
-template <typename... Options>
-struct WithOptions<GroupMuonOptions(Options...)> {
-  static void step_weights(
-      const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
-      const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
-      const Texts& partitions, const Ints& seen_steps, const Floats& lrs,
-      const Floats& weight_decays, Options... options) {
-    const auto count = weights.size();
-    TORCH_CHECK_VALUE(
-        grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
-            names.size() == count && partitions.size() == count && seen_steps.size() == count &&
-            lrs.size() == count && weight_decays.size() == count,
-        "group_muon: step_ needs lists of equal length, with one entry for each of the ", count,
-        " weights");
-    const auto step_opts = step_options(step_fields(options...));
-    warn_of_software_bf16(weights, step_opts.orthogonalize);
-    std::vector<Weight> list;
-    list.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      check_value(weights[i], names[i], step_opts.average);
-      check_grad(weights[i], grads[i], names[i]);
-      check_momentum(weights[i], momentum_buffers[i], names[i]);
-      list.push_back(
-          {weights[i], grads[i], momentum_buffers[i],
-           checked_layout(weights[i], layouts[i], names[i]), names[i], partitions[i], seen_steps[i],
-           lrs[i], weight_decays[i]});
-    }
-    step(list, step_opts);
+void step_op(
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
+    const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
+    const Texts& partitions, const Ints& seen_steps, const Floats& lrs, const Floats& weight_decays,
+    const std::string& options) {
+  const auto count = weights.size();
+  TORCH_CHECK_VALUE(
+      grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
+          names.size() == count && partitions.size() == count && seen_steps.size() == count &&
+          lrs.size() == count && weight_decays.size() == count,
+      "group_muon: step_ needs lists of equal length, with one entry for each of the ", count,
+      " weights");
+  const auto step_opts = parse_step_options(options);
+  warn_of_software_bf16(weights, step_opts.orthogonalize);
+  std::vector<Weight> list;
+  list.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    check_value(weights[i], names[i], step_opts.average);
+    check_grad(weights[i], grads[i], names[i]);
+    check_momentum(weights[i], momentum_buffers[i], names[i]);
+    list.push_back(
+        {weights[i], grads[i], momentum_buffers[i],
+         checked_layout(weights[i], layouts[i], names[i]), names[i], partitions[i], seen_steps[i],
+         lrs[i], weight_decays[i]});
   }
+  step(list, step_opts);
+}
 
-  static Weight weight_of(
-      const Tensor& direction, const Tensor& gradient, const std::string& layout,
-      const std::string& name, int64_t seen_steps) {
-    check_floating(direction, name);
-    Weight weight;
-    weight.value = direction;
-    weight.grad = gradient;
-    weight.layout = parse_layout(layout);
-    weight.name = weight.partition = name;
-    weight.step = seen_steps;
-    return weight;
+Weight weight_of(
+    const Tensor& direction, const Tensor& gradient, const std::string& layout,
+    const std::string& name, int64_t seen_steps) {
+  check_floating(direction, name);
+  Weight weight;
+  weight.value = direction;
+  weight.grad = gradient;
+  weight.layout = parse_layout(layout);
+  weight.name = weight.partition = name;
+  weight.step = seen_steps;
+  return weight;
+}
+
+Tensor scaled_update_op(
+    const Tensor& direction, const std::string& layout, const std::string& name, int64_t seen_steps,
+    const std::string& options) {
+  return group_muon::scaled_update(
+      direction, weight_of(direction, direction, layout, name, seen_steps),
+      parse_step_options(options));
+}
+
+MeasureResult measure_op(
+    const Tensor& direction, const Tensor& gradient, const std::string& layout,
+    const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
+    const std::string& options) {
+  check_floating(gradient, name);
+  return as_tensors(
+      group_muon::measure(
+          direction, weight_of(direction, gradient, layout, name, seen_steps), parse_layout(heads),
+          parse_step_options(options), exact ? Accuracy::kExact : Accuracy::kEstimate));
+}
+
+// Rejects what step_ would reject. Gradients may be missing.
+void check_op(
+    const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& grads,
+    const Texts& names, const std::string& layout, const std::string& options) {
+  const auto step_opts = step_options(parse_options(options, Part::kWeight));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!weights[i].is_meta()) resolved(step_opts.orthogonalize, weights[i].device());
+    check_value(weights[i], names.at(i), step_opts.average);
+    checked_layout(weights[i], layout, names.at(i));
+    const auto& grad = grads.at(i);
+    if (grad.has_value()) check_grad(weights[i], *grad, names[i]);
   }
-
-  static Tensor scaled_update(
-      const Tensor& direction, const std::string& layout, const std::string& name,
-      int64_t seen_steps, Options... options) {
-    return group_muon::scaled_update(
-        direction, weight_of(direction, direction, layout, name, seen_steps),
-        step_options(step_fields(options...)));
-  }
-
-  static MeasureResult measure(
-      const Tensor& direction, const Tensor& gradient, const std::string& layout,
-      const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
-      Options... options) {
-    check_floating(gradient, name);
-    return as_tensors(
-        group_muon::measure(
-            direction, weight_of(direction, gradient, layout, name, seen_steps),
-            parse_layout(heads), step_options(step_fields(options...)),
-            exact ? Accuracy::kExact : Accuracy::kEstimate));
-  }
-
-  // Rejects what step_ would reject. Gradients may be missing.
-  static void check(
-      const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& grads,
-      const Texts& names, const std::string& layout, double lr, double weight_decay,
-      Options... options) {
-    const auto fields = step_fields(options...).lr(lr).weight_decay(weight_decay);
-    const auto step_opts = step_options(fields);
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!weights[i].is_meta()) resolved(step_opts.orthogonalize, weights[i].device());
-      check_value(weights[i], names.at(i), fields.average());
-      checked_layout(weights[i], layout, names.at(i));
-      const auto& grad = grads.at(i);
-      if (grad.has_value()) check_grad(weights[i], *grad, names[i]);
-    }
-  }
-};
-
-using StepOperators = WithOptions<decltype(step_fields)>;
+}
 
 Tensor look_ahead_op(
-    const Tensor& grad, const Tensor& momentum_buffer, double momentum, bool nesterov,
-    bool average) {
+    const Tensor& grad, const Tensor& momentum_buffer, const std::string& options) {
   check_floating(grad, "");
   check_momentum(grad, momentum_buffer, "");
   Weight weight;
   weight.grad = grad;
   weight.momentum = momentum_buffer;
-  StepOptions options;
-  options.momentum = momentum;
-  options.nesterov = nesterov;
-  options.average = average;
-  return look_ahead(weight, options);
+  return look_ahead(weight, parse_step_options(options));
 }
 
 std::tuple<std::string, double> break_even_op(
@@ -233,15 +181,8 @@ std::tuple<std::string, double> break_even_op(
   return {to_string(result.pays), result.beta};
 }
 
-Tensor orthogonalize_op(
-    const Tensor& blocks, const std::string& method, const std::string& coefficients,
-    const Floats& custom_coefficients, int64_t steps, int64_t tail_steps, const Ints& restarts,
-    const std::string& precision, const std::string& engine, double eps, bool relative_eps,
-    double rank_tolerance) {
-  const auto options = step_options(orthogonalize_fields(
-      method, coefficients, custom_coefficients, steps, tail_steps, restarts, precision, engine,
-      eps, relative_eps, rank_tolerance));
-  return orthogonalize(blocks, options.orthogonalize);
+Tensor orthogonalize_op(const Tensor& blocks, const std::string& options) {
+  return orthogonalize(blocks, parse_orthogonalize_options(options));
 }
 
 // A step only writes data, which meta tensors do not have: drops its arguments and does nothing.
@@ -249,19 +190,21 @@ void step_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-Tensor orthogonalize_meta(
-    const Tensor& blocks, const std::string& method, const std::string&, const Floats&, int64_t,
-    int64_t, const Ints&, const std::string& precision, const std::string& engine, double, bool,
-    double) {
+Tensor orthogonalize_meta(const Tensor& blocks, const std::string& text) {
   // A meta tensor has no real device, so `auto` is resolved as on the CPU.
-  auto dtype = parse_precision(precision);
-  if (dtype == kAutoPrecision) {
-    OrthogonalizeOptions options;
-    options.method = parse_method(method);
-    options.engine = parse_engine(engine);
-    dtype = resolved(options, at::kCPU).precision;
-  }
+  const auto options = parse_orthogonalize_options(text);
+  const auto dtype = options.precision == kAutoPrecision ? resolved(options, at::kCPU).precision
+                                                         : options.precision;
   return at::empty_like(blocks, blocks.options().dtype(dtype), at::MemoryFormat::Contiguous);
+}
+
+// One row for each option: name, type, default, part and help.
+std::vector<Texts> options_op() {
+  std::vector<Texts> rows;
+  for (const auto& option : option_list()) {
+    rows.push_back({option.name, option.type, option.initial, to_string(option.part), option.help});
+  }
+  return rows;
 }
 
 std::string packed_qkv_op(
@@ -317,32 +260,23 @@ Ints head_order_op(
 }  // namespace
 
 TORCH_LIBRARY(group_muon, m) {
-  const auto define = [&m](const std::string& schema, auto&&... kernel) {
-    m.def(schema.c_str(), std::forward<decltype(kernel)>(kernel)...);
-  };
-  define(
-      std::string(
-          "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
-          "str[] layouts, str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] "
-          "weight_decays, *, ") +
-      kStepSchema + kOrthogonalizeSchema + ") -> ()");
-  define(std::string("orthogonalize(Tensor blocks, *, ") + kOrthogonalizeSchema + ") -> Tensor");
-  define(
-      std::string(
-          "check(Tensor[] weights, Tensor?[] grads, str[] names, str layout, float lr, float "
-          "weight_decay, *, ") +
-          kStepSchema + kOrthogonalizeSchema + ") -> ()",
-      &StepOperators::check);
-  define(
-      std::string(
-          "measure(Tensor direction, Tensor gradient, str layout, str heads, str name, int "
-          "seen_steps, bool exact, *, ") +
-          kStepSchema + kOrthogonalizeSchema + ") -> (Tensor[], Tensor[], str[])",
-      &StepOperators::measure);
-  define(
-      std::string("scaled_update(Tensor direction, str layout, str name, int seen_steps, *, ") +
-          kStepSchema + kOrthogonalizeSchema + ") -> Tensor",
-      &StepOperators::scaled_update);
+  m.def("options() -> str[][]", options_op);
+  m.def(
+      "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, str[] layouts, "
+      "str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] weight_decays, "
+      "str options) -> ()");
+  m.def("orthogonalize(Tensor blocks, str options) -> Tensor");
+  m.def(
+      "check(Tensor[] weights, Tensor?[] grads, str[] names, str layout, str options) -> ()",
+      check_op);
+  m.def(
+      "measure(Tensor direction, Tensor gradient, str layout, str heads, str name, int seen_steps, "
+      "bool exact, str options) -> (Tensor[], Tensor[], str[])",
+      measure_op);
+  m.def(
+      "scaled_update(Tensor direction, str layout, str name, int seen_steps, str options) -> "
+      "Tensor",
+      scaled_update_op);
   m.def("spectra(Tensor blocks, bool exact) -> Tensor", spectra_op);
   m.def("imbalance(float[] norms) -> float", [](const Floats& norms) { return imbalance(norms); });
   m.def(
@@ -356,11 +290,7 @@ TORCH_LIBRARY(group_muon, m) {
   m.def("as_one_block(str layout) -> str", [](const std::string& layout) {
     return to_string(as_one_block(parse_layout(layout)));
   });
-  m.def(
-      "look_ahead(Tensor grad, Tensor momentum_buffer, float momentum, bool nesterov, bool "
-      "average) "
-      "-> Tensor",
-      look_ahead_op);
+  m.def("look_ahead(Tensor grad, Tensor momentum_buffer, str options) -> Tensor", look_ahead_op);
   m.def(
       "break_even(float grouped_first_order, float grouped_squares, float full_first_order, float "
       "full_squares, float lr) -> (str, float)",
@@ -424,7 +354,7 @@ TORCH_LIBRARY(group_muon, m) {
 }
 
 TORCH_LIBRARY_IMPL(group_muon, CompositeExplicitAutograd, m) {
-  m.impl("step_", &StepOperators::step_weights);
+  m.impl("step_", step_op);
   m.impl("orthogonalize", orthogonalize_op);
 }
 

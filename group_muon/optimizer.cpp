@@ -3,44 +3,12 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
 namespace group_muon {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
-
-std::vector<Coefficients> triples(const std::vector<double>& flat) {
-  TORCH_CHECK_VALUE(
-      flat.size() % 3 == 0, "group_muon: custom_coefficients should be triples a, b, c, not ",
-      flat.size(), " numbers");
-  std::vector<Coefficients> list;
-  for (size_t i = 0; i < flat.size(); i += 3) list.push_back({flat[i], flat[i + 1], flat[i + 2]});
-  return list;
-}
-
-OrthogonalizeOptions orthogonalize_options(const GroupMuonOptions& options) {
-  OrthogonalizeOptions result;
-  result.method = parse_method(options.method());
-  const auto named = [&](Method method) {
-    return coefficient_list(options.coefficients(), options.steps(), options.tail_steps(), method);
-  };
-  if (options.custom_coefficients().empty()) {
-    result.coefficients = named(Method::kNewtonSchulz);
-    result.gram_coefficients = named(Method::kGram);
-  } else {
-    result.coefficients = with_tail(triples(options.custom_coefficients()), options.tail_steps());
-  }
-  result.restarts = options.restarts();
-  result.precision = parse_precision(options.precision());
-  result.engine = parse_engine(options.engine());
-  result.eps = options.eps();
-  result.relative_eps = options.relative_eps();
-  result.rank_tolerance = options.rank_tolerance();
-  check(result);
-  return result;
-}
 
 GroupMuonOptions& options_of(OptimizerParamGroup& group) {
   return static_cast<GroupMuonOptions&>(group.options());
@@ -82,7 +50,7 @@ void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& option
   if (options.precision() != "auto") return;
   for (const auto& parameter : group.params()) {
     if (!parameter.grad().defined() || parameter.is_meta()) continue;
-    const auto here = resolved(orthogonalize_options(options), parameter.device());
+    const auto here = resolved(step_options(options).orthogonalize, parameter.device());
     options.precision(std::string(precision_name(here.precision)));
     return;
   }
@@ -105,98 +73,6 @@ GroupMuonParamState& state_of(
 }
 
 }  // namespace
-
-GroupMuonOptions::GroupMuonOptions(double lr) : lr_(lr) {}
-
-template <typename Visit>
-void GroupMuonOptions::for_each_field(Visit&& visit) {
-  using Self = GroupMuonOptions;
-  visit("lr", &Self::lr_);
-  visit("momentum", &Self::momentum_);
-  visit("nesterov", &Self::nesterov_);
-  visit("average", &Self::average_);
-  visit("weight_decay", &Self::weight_decay_);
-  visit("layout", &Self::layout_);
-  visit("names", &Self::names_);
-  visit("partitions", &Self::partitions_);
-  visit("seed", &Self::seed_);
-  visit("method", &Self::method_);
-  visit("coefficients", &Self::coefficients_);
-  visit("custom_coefficients", &Self::custom_coefficients_);
-  visit("steps", &Self::steps_);
-  visit("tail_steps", &Self::tail_steps_);
-  visit("restarts", &Self::restarts_);
-  visit("precision", &Self::precision_);
-  visit("engine", &Self::engine_);
-  visit("eps", &Self::eps_);
-  visit("relative_eps", &Self::relative_eps_);
-  visit("rank_tolerance", &Self::rank_tolerance_);
-  visit("base_scale", &Self::base_scale_);
-  visit("transfer", &Self::transfer_);
-  visit("reference", &Self::reference_);
-}
-
-void GroupMuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_field([&](const char* name, auto member) {
-    const auto& value = this->*member;
-    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, Layout>) {
-      archive.write(name, torch::IValue(to_string(value)));
-    } else {
-      archive.write(name, torch::IValue(value));
-    }
-  });
-}
-
-void GroupMuonOptions::serialize(torch::serialize::InputArchive& archive) {
-  // Fields that an older version did not write keep their defaults.
-  for_each_field([&](const char* name, auto member) {
-    torch::IValue saved;
-    if (!archive.try_read(name, saved)) return;
-    auto& value = this->*member;
-    using T = std::decay_t<decltype(value)>;
-    if constexpr (std::is_same_v<T, Layout>) {
-      value = parse_layout(saved.toStringRef());
-    } else {
-      value = saved.to<T>();
-    }
-  });
-}
-
-bool GroupMuonOptions::operator==(const GroupMuonOptions& other) const {
-  bool equal = true;
-  for_each_field([&](const char*, auto member) { equal &= this->*member == other.*member; });
-  return equal;
-}
-
-GroupMuonOptions GroupMuonOptions::merged_with(const GroupMuonOptions& defaults) const {
-  const GroupMuonOptions untouched;
-  GroupMuonOptions result = *this;
-  for_each_field([&](const char*, auto member) {
-    if (this->*member == untouched.*member) result.*member = defaults.*member;
-  });
-  return result;
-}
-
-StepOptions step_options(const GroupMuonOptions& options) {
-  TORCH_CHECK_VALUE(options.lr() >= 0, "group_muon: lr should be 0 or more, not ", options.lr());
-  TORCH_CHECK_VALUE(
-      options.momentum() >= 0 && options.momentum() < 1,
-      "group_muon: momentum should be in [0, 1), not ", options.momentum());
-  TORCH_CHECK_VALUE(
-      options.weight_decay() >= 0, "group_muon: weight_decay should be 0 or more, not ",
-      options.weight_decay());
-  const auto base = parse_scale_rule(options.base_scale());
-  return {
-      .momentum = options.momentum(),
-      .nesterov = options.nesterov(),
-      .average = options.average(),
-      .seed = static_cast<uint64_t>(options.seed()),
-      .scale =
-          {base, options.transfer() == "same" ? base : parse_scale_rule(options.transfer()),
-           parse_scale_reference(options.reference())},
-      .orthogonalize = orthogonalize_options(options),
-  };
-}
 
 void GroupMuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);

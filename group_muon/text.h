@@ -1,5 +1,5 @@
 #pragma once
-// Parsing helpers for the short texts that describe groupings and layouts.
+// Parsing helpers for the short texts that describe groupings, layouts and options.
 
 #include <c10/util/Exception.h>
 
@@ -54,5 +54,8 @@ inline std::string join(const std::vector<int64_t>& values, const char* separato
   }
   return text;
 }
+
+/// The candidate with the smallest edit distance, or "" if none is close.
+std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace group_muon

@@ -77,7 +77,8 @@ std::string shape_key(train::Config config) {
   config.out.clear();
   config.seed = config.perturb = 0;
   config.steps = config.warmdown = config.validation_interval = 1;
-  config.muon_lr = config.adamw_lr = 0;
+  config.adamw_lr = 0;
+  config.muon.lr(0);
   config.qkv = "split";
   config.qk_group = config.v_group = "all";
   return train::to_toml(config);
@@ -106,8 +107,8 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
   double longest = 0;
   auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
   for (auto* word :
-       {&first.precision, &first.muon_precision, &first.validation_precision, &first.engine,
-        &first.muon_engine, &first.method}) {
+       {&first.precision, &first.muon.precision(), &first.validation_precision, &first.engine,
+        &first.muon.engine(), &first.muon.method()}) {
     *word = "auto";  // each run resolves its own
   }
   for (const auto& run : folder.plan) {

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <set>
 
 #include "tests/testing.h"
 #include "train/config.h"
@@ -24,37 +25,80 @@ TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
   // A non-default value for every key.
   Config config;
   for (const auto& key : config_keys()) {
-    std::visit(
-        [&](auto member) {
-          auto& value = config.*member;
-          using Value = std::decay_t<decltype(value)>;
-          if constexpr (std::is_same_v<Value, std::string>) {
-            value = "a \"text\" with \\ and\ttab";
-          } else if constexpr (std::is_same_v<Value, bool>) {
-            value = !value;
-          } else if constexpr (std::is_same_v<Value, double>) {
-            value = 0.1 + value / 3;
-          } else {
-            value += 7;
-          }
-        },
-        key.member);
+    const auto* option = std::get_if<const group_muon::Option*>(&key.member);
+    const std::string value = get(config, key), type = option ? (*option)->type : "";
+    const bool real = type == "float" || std::holds_alternative<double Config::*>(key.member);
+    if (type_of(key) == Type::kSwitch) {
+      set(config, key, value == "true" ? "false" : "true");
+    } else if (type_of(key) == Type::kNumber) {
+      set(config, key, real ? "0.1234567890123456789" : "7" + value);
+    } else {
+      set(config, key, type.ends_with("[]") ? "1,2,7" : "a \"text\" with \\ and\ttab");
+    }
+    EXPECT_NE(get(config, key), value) << key.name;
   }
   std::ofstream(folder / "config.toml") << to_toml(config);
   EXPECT_EQ(configure(read_options(folder / "config.toml")), config);
 }
 
 TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
-  size_t bytes = 5 * sizeof(int64_t);  // six bools, two of them neighbours, each padded
+  size_t bytes = 3 * sizeof(int64_t) + sizeof(Config::muon);  // three bools, each padded
   for (const auto& key : config_keys()) {
-    EXPECT_FALSE(std::string(key.help).empty()) << key.name;
+    EXPECT_FALSE(key.help.empty()) << key.name;
     std::visit(
         [&](auto member) {
-          if (!std::is_same_v<decltype(member), bool Config::*>) bytes += sizeof(Config().*member);
+          using M = decltype(member);
+          if constexpr (!std::is_same_v<M, const group_muon::Option*>) {
+            if (!std::is_same_v<M, bool Config::*>) bytes += sizeof(Config().*member);
+          }
         },
         key.member);
   }
   EXPECT_EQ(bytes, sizeof(Config));  // a field without a key would make Config larger
+}
+
+TEST(ConfigTest, EveryOptionOfTheOptimizerIsAKeyOrFollowsFromOthers) {
+  std::set<std::string> found = {"layout", "names", "partitions", "seed"};
+  for (const auto& key : config_keys()) {
+    const auto* option = std::get_if<const group_muon::Option*>(&key.member);
+    if (option != nullptr) EXPECT_TRUE(found.insert((*option)->name).second) << key.name;
+  }
+  EXPECT_EQ(found.size(), group_muon::option_list().size());
+  const Config config = with(
+      {{"muon-lr", "0.5"},
+       {"muon-weight-decay", "0.25"},
+       {"iterations", "3"},
+       {"muon-precision", "float64"},
+       {"muon-engine", "portable"},
+       {"tail-steps", "2"},
+       {"restarts", "1,3"},
+       {"rank-tolerance", "1e-3"},
+       {"seed", "9"},
+       {"custom-coefficients", "3,-3.2,1.2,2,-1.5,0.5"}});
+  check(config);
+  const auto options = optimizer_options(config).muon;
+  EXPECT_EQ(
+      options, group_muon::GroupMuonOptions(0.5)
+                   .weight_decay(0.25)
+                   .steps(3)
+                   .precision("float64")
+                   .engine("portable")
+                   .tail_steps(2)
+                   .restarts({1, 3})
+                   .rank_tolerance(1e-3)
+                   .seed(9)
+                   .custom_coefficients({3, -3.2, 1.2, 2, -1.5, 0.5}));
+}
+
+TEST(ConfigTest, OptionsOfTheOptimizerAreRefusedByTheirNamesHere) {
+  const auto check_with = [](const Options& settings) { check(with(settings)); };
+  EXPECT_ERROR_SAYS(with({{"restarts", "1,x"}}), "restarts should be a whole number, not 'x'");
+  EXPECT_ERROR_SAYS(check_with({{"tail-steps", "-1"}}), "tail-steps should be from 0 to 100");
+  EXPECT_ERROR_SAYS(check_with({{"rank-tolerance", "1"}}), "rank-tolerance should be in [0, 1)");
+  EXPECT_ERROR_SAYS(check_with({{"muon-lr", "inf"}}), "muon-lr should be 0 or more, not inf");
+  EXPECT_ERROR_SAYS(check_with({{"custom-coefficients", "1,2"}}), "triples a, b, c, not 2 numbers");
+  EXPECT_ERROR_SAYS(
+      check_with({{"restarts", "9"}}), "restarts should increase and lie between 1 and 4");
 }
 
 TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
@@ -86,18 +130,18 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
   EXPECT_EQ(config.adamw_beta2, 0.95);
   EXPECT_EQ(config.adamw_eps, 1e-8);
   EXPECT_EQ(config.adamw_weight_decay, 0);
-  EXPECT_EQ(config.muon_lr, 0.1 * 3.6e-3);
-  EXPECT_EQ(config.momentum, 0.95);
-  EXPECT_TRUE(config.nesterov);
-  EXPECT_FALSE(config.average);
-  EXPECT_EQ(config.iterations, 5);
-  EXPECT_EQ(config.coefficients, "quintic");
-  EXPECT_EQ(on_gpu.muon_precision, "bfloat16");
-  EXPECT_EQ(config.method, "newton_schulz");
-  EXPECT_EQ(config.eps, 1e-7);
-  EXPECT_FALSE(config.relative_eps);
-  EXPECT_EQ(config.base_scale, "sqrt_max");
-  EXPECT_EQ(config.muon_weight_decay, 0);
+  EXPECT_EQ(config.muon.lr(), 0.1 * 3.6e-3);
+  EXPECT_EQ(config.muon.momentum(), 0.95);
+  EXPECT_TRUE(config.muon.nesterov());
+  EXPECT_FALSE(config.muon.average());
+  EXPECT_EQ(config.muon.steps(), 5);
+  EXPECT_EQ(config.muon.coefficients(), "quintic");
+  EXPECT_EQ(on_gpu.muon.precision(), "bfloat16");
+  EXPECT_EQ(config.muon.method(), "newton_schulz");
+  EXPECT_EQ(config.muon.eps(), 1e-7);
+  EXPECT_FALSE(config.muon.relative_eps());
+  EXPECT_EQ(config.muon.base_scale(), "sqrt_max");
+  EXPECT_EQ(config.muon.weight_decay(), 0);
   EXPECT_EQ(config.clip, 0);
   EXPECT_EQ(config.qkv, "split");
   EXPECT_EQ(config.qk_group, "all");
@@ -118,7 +162,7 @@ TEST(ConfigTest, ThePapersFileAndItsBaselinesFit) {
     check(configure(all));
     return configure(all);
   };
-  EXPECT_FALSE(with_more({}).nesterov);
+  EXPECT_FALSE(with_more({}).muon.nesterov());
   EXPECT_EQ(with_more({}).qk_group, "6:random");
   EXPECT_EQ(with_more({{"qkv", "packed"}}).qk_group, "all");
   EXPECT_EQ(with_more({{"qk-group", "1"}, {"v-group", "1"}}).v_group, "1");
@@ -149,12 +193,12 @@ TEST(ConfigTest, ValuesOfTheWrongKindAreRefusedByName) {
   EXPECT_ERROR_SAYS(with({{"layers", "2.5"}}), "layers should be a whole number");
   EXPECT_ERROR_SAYS(with({{"muon-lr", "fast"}}), "muon-lr should be a number");
   EXPECT_ERROR_SAYS(with({{"nesterov", "yes"}}), "nesterov should be true or false");
-  EXPECT_EQ(with({{"muon-lr", "1"}}).muon_lr, 1);
+  EXPECT_EQ(with({{"muon-lr", "1"}}).muon.lr(), 1);
 }
 
 TEST(ConfigTest, ValuesOfEarlierVersionsAreReadUnderTheirPresentNames) {
   EXPECT_EQ(with({{"qkv", "three-way"}}).qkv, "split");
-  EXPECT_EQ(with({{"coefficients", "you"}}).coefficients, "you_jiacheng");
+  EXPECT_EQ(with({{"coefficients", "you"}}).muon.coefficients(), "you_jiacheng");
   EXPECT_EQ(with({{"qkv", "packed"}}).qkv, "packed");
 }
 
@@ -176,7 +220,7 @@ TEST(ConfigTest, ValuesThatMakeNoSenseAreRefusedByName) {
   EXPECT_ERROR_SAYS(check_with({{"qkv", "packed"}, {"qk-group", "2"}}), "no head groups");
   EXPECT_ERROR_SAYS(check_with({{"steps", "10"}}), "warmdown");
   EXPECT_ERROR_SAYS(check_with({{"method", "guess"}}), "guess");
-  EXPECT_ERROR_SAYS(check_with({{"momentum", "1"}}), "momentum should be below 1");
+  EXPECT_ERROR_SAYS(check_with({{"momentum", "1"}}), "momentum should be in [0, 1), not 1");
   EXPECT_ERROR_SAYS(check_with({{"adamw-beta1", "1.5"}}), "adamw-beta1 should be below 1");
   EXPECT_ERROR_SAYS(check_with({{"device", "meta"}}), "cpu, cuda, not 'meta'");
   EXPECT_ERROR_SAYS(check_with({{"threads", "5000"}}), "threads should be from 0 to 1024");

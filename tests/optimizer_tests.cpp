@@ -76,6 +76,24 @@ TEST_F(OptimizerTest, DefaultsAreTheScripts) {
   EXPECT_EQ(step.scale.transfer, ScaleRule::kSqrtMax);
 }
 
+TEST_F(OptimizerTest, EveryOptionSurvivesItsText) {
+  const GroupMuonOptions unusual = unusual_options().engine("portable"), initial;
+  GroupMuonOptions copy;
+  for (const auto& option : option_list()) {
+    EXPECT_NE(option.get(unusual), option.get(initial)) << option.name;
+    option.set(copy, option.get(unusual), option.name);
+  }
+  EXPECT_EQ(copy, unusual);
+}
+
+TEST_F(OptimizerTest, OptionsAreReadFromOneText) {
+  const auto options = parse_options("momentum=0.5  restarts=1,3 method=gram", Part::kStep);
+  EXPECT_EQ(options, GroupMuonOptions().momentum(0.5).restarts({1, 3}).method("gram"));
+  EXPECT_EQ(parse_options("", Part::kOrthogonalize), GroupMuonOptions());
+  EXPECT_ERROR_SAYS(parse_options("momentun=0.5", Part::kStep), "did you mean 'momentum'?");
+  EXPECT_ERROR_SAYS(parse_options("lr=0.5", Part::kStep), "there is no option 'lr' here");
+}
+
 TEST_F(OptimizerTest, AGroupKeepsItsOwnOptionsAndInheritsTheRest) {
   const Tensor a = parameter({12, 8}), b = parameter({12, 8}), c = parameter({12, 8});
   GroupMuon optimizer(

@@ -68,8 +68,8 @@ TEST_F(PlanTest, OptionsComeFromBaseFileVariantAndSetting) {
   EXPECT_EQ(config("packed/seed-1").perturb, 0);
   EXPECT_EQ(config("noise/packed/seed-0").perturb, 1);
   EXPECT_EQ(config("noise/packed/seed-0").seed, 0);
-  EXPECT_EQ(config("qk-6-random/seed-0").muon_lr, 0.01);
-  EXPECT_EQ(config("fast/qk-6-random/seed-0").muon_lr, 0.02);
+  EXPECT_EQ(config("qk-6-random/seed-0").muon.lr(), 0.01);
+  EXPECT_EQ(config("fast/qk-6-random/seed-0").muon.lr(), 0.02);
   EXPECT_EQ(config("fast/qk-6-random/seed-0").qk_group, "6:random");
   EXPECT_ERROR_SAYS(find_run(runs, "packed/sed-1"), "did you mean packed/seed-1?");
 }
@@ -95,10 +95,10 @@ TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
     const auto growing = train::configure(find_run(runs, "long/growing/seed-0").options);
     EXPECT_EQ(growing.qk_group, "1@0,4:random@100");
     EXPECT_EQ(growing.v_group, "8");
-    EXPECT_EQ(growing.momentum, 0.9);
+    EXPECT_EQ(growing.muon.momentum(), 0.9);
     EXPECT_EQ(growing.steps, 9000);
     const auto slow = train::configure(find_run(runs, "slow/seed-0").options);
-    EXPECT_EQ(slow.momentum, 0.99);
+    EXPECT_EQ(slow.muon.momentum(), 0.99);
     EXPECT_EQ(slow.qk_group, train::Config().qk_group) << "the base's groups are not inherited";
   }
   EXPECT_ERROR_SAYS(find_setting(study, "grwing"), "did you mean growing?");

@@ -88,7 +88,7 @@ RestoredRun::RestoredRun(
   state_ = load_checkpoint(checkpoint, model_, optimizers_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr
-                       : config_.muon_lr * (finished ? 1 : lr_factor(config_, state_.step));
+                       : config_.muon.lr() * (finished ? 1 : lr_factor(config_, state_.step));
   TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; set another with --lr");
   for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
 

@@ -1,10 +1,10 @@
 #include "train/config.h"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <numeric>
 #include <sstream>
 
 #include "train/toml_file.h"
@@ -15,9 +15,48 @@ namespace {
 constexpr auto kRounding = OnChange::kRounding;
 constexpr auto kFree = OnChange::kFree;
 
+// Options of the optimizer that have another name here, or another meaning.
+struct MuonKey {
+  const char* option;
+  const char* name;
+  const char* help = nullptr;
+  OnChange on_change = OnChange::kRefused;
+};
+constexpr MuonKey kMuonKeys[] = {
+    {"lr", "muon-lr"},
+    {"weight_decay", "muon-weight-decay"},
+    {"steps", "iterations"},
+    {"precision", "muon-precision"},
+    {"engine", "muon-engine",
+     "Code for the optimizer; auto: as engine if it fits muon-precision, else the CPU's best",
+     kRounding},
+};
+// Options of the optimizer that follow from other keys.
+constexpr std::string_view kNoMuonKeys[] = {"layout", "names", "partitions", "seed"};
+
+// Appends a key for each option in the library's list.
+void add_muon_keys(std::vector<Key>& keys) {
+  for (const auto& option : group_muon::option_list()) {
+    const std::string_view name = option.name;
+    if (std::find(std::begin(kNoMuonKeys), std::end(kNoMuonKeys), name) != std::end(kNoMuonKeys)) {
+      continue;
+    }
+    Key key{"muon", option.name, &option, option.help};
+    std::replace(key.name.begin(), key.name.end(), '_', '-');
+    key.help[0] = static_cast<char>(std::toupper(key.help[0]));
+    for (const auto& other : kMuonKeys) {
+      if (name != other.option) continue;
+      key.name = other.name;
+      if (other.help != nullptr) key.help = other.help;
+      key.on_change = other.on_change;
+    }
+    keys.push_back(std::move(key));
+  }
+}
+
 std::vector<Key> make_keys() {
   using C = Config;
-  return {
+  std::vector<Key> keys = {
       {"model", "layers", &C::layers, "Number of transformer blocks"},
       {"model", "heads", &C::heads, "Number of query heads per block; must divide the width"},
       {"model", "kv-heads", &C::kv_heads, "Number of key and value heads; 0: same as heads", 0},
@@ -46,34 +85,9 @@ std::vector<Key> make_keys() {
       {"muon", "k-group", &C::k_group, "Head groups of K if different; empty: same as qk-group"},
       {"muon", "v-group", &C::v_group, "Head groups of V, in the same form as qk-group"},
       {"muon", "share-qk", &C::share_qk, "Use the same random groups for Q and K of a layer"},
-      {"muon", "muon-lr", &C::muon_lr, "Learning rate of the transformer blocks' matrices"},
-      {"muon", "momentum", &C::momentum, "Momentum coefficient μ, in [0, 1)"},
-      {"muon", "nesterov", &C::nesterov, "Orthogonalize G + μM instead of M"},
-      {"muon", "average", &C::average,
-       "Momentum as an average, μM + (1-μ)G, instead of a sum, μM + G"},
-      {"muon", "muon-weight-decay", &C::muon_weight_decay,
-       "Decoupled weight decay of the transformer blocks' matrices"},
-      {"muon", "method", &C::method,
-       "Orthogonalization: newton_schulz, gram, accurate_gram, exact or auto (gram unless "
-       "muon-engine is portable)"},
-      {"muon", "coefficients", &C::coefficients,
-       "Polynomials of the iterations: quintic, polar_express or you_jiacheng"},
-      {"muon", "iterations", &C::iterations, "Number of Newton-Schulz iterations"},
-      {"muon", "muon-precision", &C::muon_precision,
-       "Precision of the iterations: bfloat16, float32, float64, or auto (bfloat16 if the "
-       "hardware has it)"},
-      {"muon", "muon-engine", &C::muon_engine,
-       "Code for the optimizer; auto: as engine if it fits muon-precision, else the CPU's best", 1,
-       kRounding},
-      {"muon", "eps", &C::eps, "Guard against division by zero when normalizing a block"},
-      {"muon", "relative-eps", &C::relative_eps, "Divide by norm·(1 + eps); false: by norm + eps"},
-      {"muon", "base-scale", &C::base_scale,
-       "Learning-rate factor by shape: naive, keller_jordan, mup, moonlight or sqrt_max"},
-      {"muon", "transfer", &C::transfer,
-       "Rule from the reference shape to a block's: same (as base-scale), or a base-scale name"},
-      {"muon", "reference", &C::reference,
-       "Shape the learning rate is meant for: segment (Q, K or V) or matrix"},
-
+  };
+  add_muon_keys(keys);
+  const std::vector<Key> others = {
       {"adamw", "adamw-lr", &C::adamw_lr,
        "Learning rate of the embedding, which is also the output head"},
       {"adamw", "adamw-beta1", &C::adamw_beta1, "Decay rate of the mean gradient"},
@@ -123,6 +137,8 @@ std::vector<Key> make_keys() {
        1, kRounding},
       {"run", "threads", &C::threads, "Number of threads; 0: one per core", 0, kRounding},
   };
+  keys.insert(keys.end(), others.begin(), others.end());
+  return keys;
 }
 
 // Key in runs from before there were several engines; its values are native and portable.
@@ -133,22 +149,6 @@ std::string renamed(std::string_view key, const std::string& value) {
   if (key == "qkv" && value == "three-way") return "split";
   if (key == "coefficients" && value == "you") return "you_jiacheng";
   return value;
-}
-
-// Levenshtein distance.
-size_t edits(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (size_t j = 0; j < b.size(); ++j) {
-      const size_t above = row[j + 1];
-      row[j + 1] = std::min({above + 1, row[j] + 1, diagonal + (a[i] == b[j] ? 0 : 1)});
-      diagonal = above;
-    }
-  }
-  return row[b.size()];
 }
 
 // Numbers survive a round trip through text exactly.
@@ -220,21 +220,20 @@ Options options_of(const toml::table& file) {
 
 }  // namespace
 
+Type type_of(const Key& key) {
+  if (const auto* option = std::get_if<const group_muon::Option*>(&key.member)) {
+    const std::string_view type = (*option)->type;
+    return type == "bool"                     ? Type::kSwitch
+           : type == "int" || type == "float" ? Type::kNumber
+                                              : Type::kText;
+  }
+  if (std::holds_alternative<bool Config::*>(key.member)) return Type::kSwitch;
+  return std::holds_alternative<std::string Config::*>(key.member) ? Type::kText : Type::kNumber;
+}
+
 const std::vector<Key>& config_keys() {
   static const std::vector<Key> keys = make_keys();
   return keys;
-}
-
-std::string nearest(std::string_view name, const std::vector<std::string>& candidates) {
-  std::string best;
-  size_t fewest = std::max<size_t>(2, name.size() / 2) + 1;
-  for (const auto& candidate : candidates) {
-    const size_t distance = edits(name, candidate);
-    if (distance >= fewest) continue;
-    fewest = distance;
-    best = candidate;
-  }
-  return best;
 }
 
 const Key& find_key(std::string_view name) {
@@ -269,16 +268,17 @@ Options read_options(const std::string& path) {
 void set(Config& config, const Key& key, const std::string& text) {
   std::visit(
       [&](auto member) {
-        auto& value = config.*member;
-        using Value = std::decay_t<decltype(value)>;
-        if constexpr (std::is_same_v<Value, int64_t>) {
-          value = parse_number<int64_t>(key, text, "a whole number");
-        } else if constexpr (std::is_same_v<Value, double>) {
-          value = parse_number<double>(key, text, "a number");
-        } else if constexpr (std::is_same_v<Value, bool>) {
-          value = parse_bool(key, text);
+        using M = decltype(member);
+        if constexpr (std::is_same_v<M, const group_muon::Option*>) {
+          member->set(config.muon, renamed(key.name, text), key.name);
+        } else if constexpr (std::is_same_v<M, int64_t Config::*>) {
+          config.*member = parse_number<int64_t>(key, text, "a whole number");
+        } else if constexpr (std::is_same_v<M, double Config::*>) {
+          config.*member = parse_number<double>(key, text, "a number");
+        } else if constexpr (std::is_same_v<M, bool Config::*>) {
+          config.*member = parse_bool(key, text);
         } else {
-          value = renamed(key.name, text);
+          config.*member = renamed(key.name, text);
         }
       },
       key.member);
@@ -287,14 +287,15 @@ void set(Config& config, const Key& key, const std::string& text) {
 std::string get(const Config& config, const Key& key) {
   return std::visit(
       [&](auto member) -> std::string {
-        const auto& value = config.*member;
-        using Value = std::decay_t<decltype(value)>;
-        if constexpr (std::is_same_v<Value, std::string>) {
-          return value;
-        } else if constexpr (std::is_same_v<Value, bool>) {
-          return value ? "true" : "false";
+        using M = decltype(member);
+        if constexpr (std::is_same_v<M, const group_muon::Option*>) {
+          return member->get(config.muon);
+        } else if constexpr (std::is_same_v<M, std::string Config::*>) {
+          return config.*member;
+        } else if constexpr (std::is_same_v<M, bool Config::*>) {
+          return config.*member ? "true" : "false";
         } else {
-          return show_number(value);
+          return show_number(config.*member);
         }
       },
       key.member);
@@ -335,7 +336,7 @@ std::string to_toml(const Config& config) {
       section = key.section;
     }
     file << key.name << " = ";
-    if (std::holds_alternative<std::string Config::*>(key.member)) {
+    if (type_of(key) == Type::kText) {
       file << quoted(get(config, key));
     } else {
       file << get(config, key);

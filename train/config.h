@@ -1,6 +1,6 @@
 #pragma once
-// All options of a training run. Each is declared once, with its default, help and section in a TOML file. The flags
-// of `group-muon train` have the same names.
+// All options of a training run. Each is declared once, with its default, help and section in a TOML file; the
+// optimizer's come from the library's list. The flags of `group-muon train` have the same names.
 
 #include <cstdint>
 #include <string>
@@ -8,6 +8,9 @@
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "group_muon/options.h"
+#include "group_muon/text.h"
 
 namespace train {
 
@@ -33,21 +36,7 @@ struct Config {
   std::string k_group;
   std::string v_group = "all";
   bool share_qk = false;
-  double muon_lr = 3.6e-4;
-  double momentum = 0.95;
-  bool nesterov = true;
-  bool average = false;
-  double muon_weight_decay = 0;
-  std::string method = "auto";
-  std::string coefficients = "quintic";
-  int64_t iterations = 5;
-  std::string muon_precision = "auto";
-  std::string muon_engine = "auto";
-  double eps = 1e-7;
-  bool relative_eps = true;
-  std::string base_scale = "sqrt_max";
-  std::string transfer = "same";
-  std::string reference = "segment";
+  group_muon::GroupMuonOptions muon;  // layout, names, partitions and seed follow from other keys
   // adamw
   double adamw_lr = 3.6e-3;
   double adamw_beta1 = 0.9;
@@ -88,14 +77,16 @@ enum class OnChange {
   kFree,      // the same run, bit for bit
 };
 
-using Member =
-    std::variant<int64_t Config::*, double Config::*, bool Config::*, std::string Config::*>;
+/// A field of Config, or an option of Config::muon.
+using Member = std::variant<
+    int64_t Config::*, double Config::*, bool Config::*, std::string Config::*,
+    const group_muon::Option*>;
 
 struct Key {
   const char* section;
-  const char* name;
+  std::string name;
   Member member;
-  const char* help;
+  std::string help;
   int64_t least = 1;  // minimum of an integer; other numbers must be 0 or more
   OnChange on_change = OnChange::kRefused;
 };
@@ -112,6 +103,10 @@ using Options = std::vector<std::pair<std::string, std::string>>;
 /// The options in a TOML file, in the order of config_keys(). Tables are sections.
 Options read_options(const std::string& path);
 
+/// What the key's values are. Lists are text.
+enum class Type { kNumber, kSwitch, kText };
+Type type_of(const Key& key);
+
 /// Sets a key from text. Errors name the key.
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
@@ -126,7 +121,6 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
 /// All keys as a TOML file, with sections and help. Rejects strings that TOML cannot hold.
 std::string to_toml(const Config& config);
 
-/// The candidate with the smallest edit distance, or "" if none is close.
-std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
+using group_muon::nearest;
 
 }  // namespace train

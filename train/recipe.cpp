@@ -42,22 +42,18 @@ void check_choice(
   TORCH_CHECK_VALUE(false, key, " should be one of ", list, ", not '", value, "'");
 }
 
-void check_range(const char* key, int64_t value, int64_t least, int64_t most) {
+void check_range(const std::string& key, int64_t value, int64_t least, int64_t most) {
   TORCH_CHECK_VALUE(
       value >= least && value <= most, key, " should be from ", least, " to ", most, ", not ",
       value);
 }
 
-void check_engine_name(const char* key, const std::string& value) {
-  check_choice(key, value, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
-}
-
 // The optimizer's options that depend on the machine, resolved for this one.
 group_muon::OrthogonalizeOptions muon_on(const torch::Device& device, const Config& config) {
   group_muon::OrthogonalizeOptions options;
-  options.method = group_muon::parse_method(config.method);
-  options.precision = group_muon::parse_precision(config.muon_precision);
-  options.engine = group_muon::parse_engine(config.muon_engine);
+  options.method = group_muon::parse_method(config.muon.method());
+  options.precision = group_muon::parse_precision(config.muon.precision());
+  options.engine = group_muon::parse_engine(config.muon.engine());
   const auto engine = group_muon::parse_engine(config.engine);
   if (options.engine == group_muon::Engine::kAuto && engine != group_muon::Engine::kAuto &&
       (options.precision == group_muon::kAutoPrecision ||
@@ -76,7 +72,9 @@ void check_fraction(const char* key, double value) {
 void check(const Config& config) {
   constexpr int64_t kMost = int64_t{1} << 31;  // the product of any two fits in int64_t
   for (const auto& key : config_keys()) {
-    if (const auto* member = std::get_if<int64_t Config::*>(&key.member)) {
+    if (const auto* option = std::get_if<const group_muon::Option*>(&key.member)) {
+      (*option)->check(config.muon, key.name);
+    } else if (const auto* member = std::get_if<int64_t Config::*>(&key.member)) {
       check_range(key.name, config.**member, key.least, kMost);
     } else if (const auto* number = std::get_if<double Config::*>(&key.member)) {
       TORCH_CHECK_VALUE(
@@ -89,12 +87,11 @@ void check(const Config& config) {
       config.warmup + config.warmdown <= config.steps, "warmup + warmdown should be at most ",
       config.steps, " steps, not ", config.warmup, " + ", config.warmdown,
       "; set --warmup and --warmdown as well");
-  check_fraction("momentum", config.momentum);
   check_fraction("adamw-beta1", config.adamw_beta1);
   check_fraction("adamw-beta2", config.adamw_beta2);
   check_choice("device", config.device, {"cpu", "cuda"});
-  check_engine_name("engine", config.engine);
-  check_engine_name("muon-engine", config.muon_engine);
+  check_choice(
+      "engine", config.engine, {"auto", "portable", "neon", "avx2", "avx512", "avx512_bf16"});
   check_choice("precision", config.precision, {"auto", "bf16", "fp32"});
   check_choice("validation-precision", config.validation_precision, {"auto", "bf16", "fp32"});
   check_choice("qkv", config.qkv, {"split", "packed"});
@@ -139,9 +136,9 @@ Config with_engine(Config config) {
   const torch::Device device(config.device);
   const auto wanted = group_muon::parse_engine(config.engine);
   const auto muon = muon_on(device, config);
-  config.muon_precision = group_muon::precision_name(muon.precision);
-  config.muon_engine = group_muon::to_string(muon.engine);
-  config.method = group_muon::method_name(muon.method);
+  config.muon.precision(std::string(group_muon::precision_name(muon.precision)))
+      .engine(std::string(group_muon::to_string(muon.engine)))
+      .method(std::string(group_muon::method_name(muon.method)));
   if (config.precision == "auto") {
     const bool bf16 = group_muon::default_precision(wanted, device) == torch::kBFloat16;
     config.precision = bf16 ? "bf16" : "fp32";
@@ -154,15 +151,15 @@ Config with_engine(Config config) {
 }
 
 Config without_missing_engines(Config config) {
-  for (auto engine : {&Config::engine, &Config::muon_engine}) {
-    if (!group_muon::runs_here(group_muon::parse_engine(config.*engine))) config.*engine = "auto";
+  for (auto* engine : {&config.engine, &config.muon.engine()}) {
+    if (!group_muon::runs_here(group_muon::parse_engine(*engine))) *engine = "auto";
   }
   return config;
 }
 
 std::string software_bf16_note(const Config& config) {
   const bool wanted = config.precision == "bf16" || config.validation_precision == "bf16" ||
-                      config.muon_precision == "bfloat16";
+                      config.muon.precision() == "bfloat16";
   if (!wanted || group_muon::has_bf16(torch::Device(config.device))) return "";
   return "this run computes in bf16, which this CPU has only in software: a matrix product takes " +
          group_muon::bf16_cost() + " here";
@@ -170,22 +167,8 @@ std::string software_bf16_note(const Config& config) {
 
 group_muon::AssembleOptions optimizer_options(const Config& config) {
   group_muon::AssembleOptions options;
-  options.muon = group_muon::GroupMuonOptions(config.muon_lr)
-                     .momentum(config.momentum)
-                     .nesterov(config.nesterov)
-                     .average(config.average)
-                     .weight_decay(config.muon_weight_decay)
-                     .seed(config.seed)
-                     .method(config.method)
-                     .coefficients(config.coefficients)
-                     .steps(config.iterations)
-                     .precision(config.muon_precision)
-                     .engine(config.muon_engine)
-                     .eps(config.eps)
-                     .relative_eps(config.relative_eps)
-                     .base_scale(config.base_scale)
-                     .transfer(config.transfer)
-                     .reference(config.reference);
+  options.muon = config.muon;
+  options.muon.seed(config.seed);
   options.adamw = torch::optim::AdamWOptions(config.adamw_lr)
                       .betas({config.adamw_beta1, config.adamw_beta2})
                       .eps(config.adamw_eps)

@@ -234,7 +234,7 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
     group.options().set_lr(config_.adamw_lr * factor);
   }
   for (auto& group : optimizers_.muon.param_groups()) {
-    group.options().set_lr(config_.muon_lr * factor);
+    group.options().set_lr(config_.muon.lr() * factor);
   }
   optimizers_.zero_grad();
   const double loss = accumulate_gradients();
@@ -393,10 +393,10 @@ Outcome Trainer::run() {
         metrics.write(
             state_.step, {{"validation_loss", loss}},
             {{"engine", config_.engine},
-             {"muon_engine", config_.muon_engine},
+             {"muon_engine", config_.muon.engine()},
              {"validation_engine", validation_engine()},
              {"precision", config_.precision},
-             {"muon_precision", config_.muon_precision},
+             {"muon_precision", config_.muon.precision()},
              {"validation_precision", config_.validation_precision}});
         if (listener_.validation) listener_.validation(state_.step, loss);
       }
@@ -521,14 +521,14 @@ Config config_of_run(const std::string& folder) {
   written.insert(written.end(), saved.begin(), saved.end());
   Config config = configure(written);
   // Runs from before the optimizer had an engine of its own used the model's where it fits.
-  if (config.muon_engine == "auto" && config.muon_precision != "auto") {
-    const auto method = group_muon::parse_method(config.method);
+  if (config.muon.engine() == "auto" && config.muon.precision() != "auto") {
+    const auto method = group_muon::parse_method(config.muon.method());
     const bool gram =
         method != group_muon::Method::kNewtonSchulz && method != group_muon::Method::kExact;
     const bool fits = gram && group_muon::computes_in(
                                   group_muon::parse_engine(config.engine),
-                                  group_muon::parse_precision(config.muon_precision));
-    config.muon_engine = fits ? config.engine : "portable";
+                                  group_muon::parse_precision(config.muon.precision()));
+    config.muon.engine(fits ? config.engine : "portable");
   }
   config.out = folder;  // it may have been moved
   return config;
@@ -538,13 +538,14 @@ Config filled_in(Config config, const Config& found) {
   if (config.vocabulary == 0) config.vocabulary = found.vocabulary;
   if (config.micro_batch == 0) config.micro_batch = found.micro_batch;
   if (config.precision == "auto") config.precision = found.precision;
-  if (config.muon_precision == "auto") config.muon_precision = found.muon_precision;
+  auto& muon = config.muon;
+  if (muon.precision() == "auto") muon.precision(found.muon.precision());
   if (config.validation_precision == "auto") {
     config.validation_precision = found.validation_precision;
   }
   if (config.engine == "auto") config.engine = found.engine;
-  if (config.muon_engine == "auto") config.muon_engine = found.muon_engine;
-  if (config.method == "auto") config.method = found.method;
+  if (muon.engine() == "auto") muon.engine(found.muon.engine());
+  if (muon.method() == "auto") muon.method(found.muon.method());
   if (config.threads == 0) config.threads = found.threads;
   return config;
 }
@@ -567,17 +568,18 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
         options.begin(), options.end(), [&](const auto& option) { return option.first == key; });
   };
   if (given("engine") && !given("muon-engine"))
-    config.muon_engine = "auto";  // it follows the model's
+    config.muon.engine("auto");  // it follows the model's
   const Config possible = without_missing_engines(saved);
-  for (auto engine : {&Config::engine, &Config::muon_engine}) {
-    if (config.*engine == saved.*engine) config.*engine = possible.*engine;
+  for (const char* name : {"engine", "muon-engine"}) {
+    const Key& engine = find_key(name);
+    if (get(config, engine) == get(saved, engine)) set(config, engine, get(possible, engine));
   }
   // Check precisions first. Otherwise the error would blame an engine that cannot compute in the new precision.
   Config probe = saved;
-  for (auto precision :
-       {&Config::precision, &Config::muon_precision, &Config::validation_precision}) {
-    if (config.*precision == "auto") config.*precision = saved.*precision;
-    probe.*precision = config.*precision;
+  for (const char* name : {"precision", "muon-precision", "validation-precision"}) {
+    const Key& precision = find_key(name);
+    if (get(config, precision) == "auto") set(config, precision, get(saved, precision));
+    set(probe, precision, get(config, precision));
   }
   notes_on_changes(saved, probe);
   run.config = resolved(config);
@@ -586,15 +588,16 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
   }
   run.notes = notes_on_changes(saved, run.config);
   Config best = run.config;
-  best.engine = best.muon_engine = "auto";
+  best.engine = "auto";
+  best.muon.engine("auto");
   best = with_engine(best);
   if (!given("engine") &&
-      (best.engine != run.config.engine || best.muon_engine != run.config.muon_engine)) {
+      (best.engine != run.config.engine || best.muon.engine() != run.config.muon.engine())) {
     run.notes.push_back(
         c10::str(
             "the run computes with engine ", run.config.engine,
-            " (optimizer: ", run.config.muon_engine, "); for this machine auto would choose ",
-            best.engine, " (", best.muon_engine, "). --engine auto changes to it"));
+            " (optimizer: ", run.config.muon.engine(), "); for this machine auto would choose ",
+            best.engine, " (", best.muon.engine(), "). --engine auto changes to it"));
   }
   run.checkpoint = checkpoint_to_resume(place);
   run.notes.push_back(

@@ -9,7 +9,6 @@ or, between backward() and step(), for a weight of a GroupMuon optimizer:
     for name, parts in diagnostics.of_parameter(optimizer, weight, ["1", "6:random"]).items(): ...
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from group_muon.optimizer import GroupMuon, StepOptions, _operator_options, _shared
+from group_muon.optimizer import GroupMuon
+from group_muon.options import StepOptions, as_text, shared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -27,9 +27,6 @@ _ops = torch.ops.group_muon
 RANK_TOLERANCES = (1e-1, 1e-2, 1e-3, None)
 """Rank tolerances relative to the largest singular value; None is machine precision."""
 
-_DEFAULTS = _shared(
-    {name: p.default for name, p in inspect.signature(GroupMuon).parameters.items()}
-)
 IDEAL = StepOptions(method="exact", precision="float64", base_scale="naive", transfer="naive")
 """Options of measure() for the theory's ideal Muon: exact polar factors, unscaled lr."""
 
@@ -98,7 +95,7 @@ def measure(
     GroupMuon. exact=False estimates the spectra without computing singular values."""
     parts = _ops.measure(
         direction, gradient, layout, layout if heads is None else heads, name, step, exact,
-        **_step_options(options),
+        _text(options),
     )  # fmt: skip
     results = []
     for numbers, (before, after), segment in zip(*parts, strict=True):
@@ -120,7 +117,7 @@ def scaled_update(
     **options: "Unpack[StepOptions]",
 ) -> Tensor:
     """The update sO itself: a step is W - lr·sO."""
-    return _ops.scaled_update(direction, layout, name, step, **_step_options(options))
+    return _ops.scaled_update(direction, layout, name, step, _text(options))
 
 
 def spectra(blocks: Tensor, *, exact: bool = True) -> Spectra:
@@ -128,13 +125,13 @@ def spectra(blocks: Tensor, *, exact: bool = True) -> Spectra:
     return _spectra(_ops.spectra(blocks, exact).tolist())
 
 
-def _step_options(options: StepOptions) -> dict[str, object]:
-    unknown = options.keys() - _DEFAULTS.keys()
+def _text(options: StepOptions) -> str:
+    unknown = options.keys() - StepOptions.__annotations__.keys()
     if unknown:
         raise TypeError(
             f"group_muon: unknown option '{min(unknown)}'; use GroupMuon's options for a step"
         )
-    return _operator_options({**_DEFAULTS, **options})
+    return as_text(options)
 
 
 def compare(grouped: Whitening, full: Whitening, lr: float) -> Comparison:
@@ -170,9 +167,8 @@ def look_ahead(optimizer: GroupMuon, parameter: Tensor) -> Tensor:
         optimizer.state[parameter].get("momentum_buffer") if parameter in optimizer.state else None
     )
     return _ops.look_ahead(
-        gradient, torch.zeros_like(gradient) if buffer is None else buffer,
-        group["momentum"], group["nesterov"], group["average"],
-    )  # fmt: skip
+        gradient, torch.zeros_like(gradient) if buffer is None else buffer, as_text(shared(group))
+    )
 
 
 def of_parameter(
@@ -190,7 +186,7 @@ def of_parameter(
     cuts |= {text: _ops.with_grouping(layout, text, "") for text in map(str, groupings)}
     direction = look_ahead(optimizer, parameter)
     step = optimizer.state[parameter].get("step", 0) if parameter in optimizer.state else 0
-    options = _shared(group)
+    options = shared(group)
     return {
         cut: measure(
             direction, gradient, text, layout, name=name, step=step, exact=exact, **options

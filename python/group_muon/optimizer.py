@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, cast, overload
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from group_muon import adamw, contract, takeover
 from group_muon.models import param_groups
+from group_muon.options import as_text, shared
 
 _ops = torch.ops.group_muon
 _Loss = TypeVar("_Loss")
@@ -21,62 +22,11 @@ _Loss = TypeVar("_Loss")
 _Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float]
 
 
-class StepOptions(TypedDict, total=False):
-    """Options that weights must share to be stepped in one call, by the operator's argument names."""
-
-    momentum: float
-    nesterov: bool
-    average: bool
-    seed: int
-    base_scale: str
-    transfer: str
-    reference: str
-    method: str
-    coefficients: str | Sequence[Sequence[float]]
-    steps: int
-    tail_steps: int
-    restarts: Sequence[int]
-    precision: str | torch.dtype
-    engine: str
-    eps: float
-    relative_eps: bool
-    rank_tolerance: float
-
-
 class _State(TypedDict):
     """State of one parameter."""
 
     step: int
     momentum_buffer: Tensor
-
-
-_SHARED = tuple(StepOptions.__annotations__)
-
-
-def _shared(group: Mapping[str, Any]) -> StepOptions:
-    return cast(StepOptions, {key: group[key] for key in _SHARED})
-
-
-def _operator_options(options: StepOptions) -> dict[str, object]:
-    """Options as the operators take them: coefficients by name or as a flat list of values."""
-    coefficients = options["coefficients"]
-    custom: list[float] = []
-    if not isinstance(coefficients, str):
-        if not (coefficients and all(isinstance(t, Sequence) for t in coefficients)):
-            raise ValueError(
-                "group_muon: coefficients should be a name or a list of at least one (a, b, c)"
-            )
-        custom = [float(value) for triple in coefficients for value in triple]
-        coefficients = "quintic"
-    return {
-        **options,
-        "coefficients": coefficients,
-        "custom_coefficients": custom,
-        "steps": int(options["steps"]),
-        "tail_steps": int(options["tail_steps"]),
-        "restarts": list(options["restarts"]),
-        "precision": str(options["precision"]).removeprefix("torch."),
-    }
 
 
 def _refuse_dtensor(parameter: Tensor, name: str) -> None:
@@ -100,6 +50,7 @@ def _refuse_vector(parameter: Tensor, name: str) -> None:
 def orthogonalize(
     blocks: Tensor,
     *,
+    # options: begin orthogonalize (./run generate)
     method: str = "auto",
     coefficients: str | Sequence[Sequence[float]] = "quintic",
     steps: int = 5,
@@ -110,9 +61,12 @@ def orthogonalize(
     eps: float = 1e-7,
     relative_eps: bool = True,
     rank_tolerance: float = 0.0,
+    # options: end
 ) -> Tensor:
-    """Orthogonalizes each matrix of blocks (… × m × n). The result is in the working precision."""
-    options: StepOptions = dict(  # torch.compile cannot trace StepOptions(...)
+    """Orthogonalizes each matrix of blocks (… × m × n). The result is in the working precision. The options are those
+    of GroupMuon."""
+    options = dict(
+        # options: begin arguments (./run generate)
         method=method,
         coefficients=coefficients,
         steps=steps,
@@ -123,8 +77,9 @@ def orthogonalize(
         eps=eps,
         relative_eps=relative_eps,
         rank_tolerance=rank_tolerance,
+        # options: end
     )
-    return _ops.orthogonalize(blocks, **_operator_options(options))
+    return _ops.orthogonalize(blocks, as_text(options))
 
 
 def engines() -> list[str]:
@@ -180,40 +135,43 @@ class GroupMuon(torch.optim.Optimizer):
         params: a model, the groups of ``group_muon.param_groups(model, …)``, or what every
             optimizer of torch takes: matrices, or groups of them. A group with
             ``"algorithm": "adamw"`` is stepped by AdamW.
-        model_options: for a model, arguments of ``param_groups``:
-            ``GroupMuon(model, group_size=6, rule="random")``.
-        lr: learning rate; with the default scale, the size of one entry's step.
-        momentum: in [0, 1).
-        nesterov: orthogonalize the look-ahead G + μM instead of M.
-        average: momentum as a running average, μM + (1-μ)G, instead of a sum, μM + G.
-        weight_decay: decoupled.
-        layout: where the heads lie and how they are grouped; see ``group_muon.packed_qkv`` and
-            the other layout functions. The default is plain Muon.
-        seed: seed of the random partitions. They also depend on the step and on the parameter's
-            name (pass named parameters) or index.
-        partitions: a name for each parameter of a group, used only for its random partitions.
-            Parameters with the same name draw the same partition, such as Q and K of a layer.
-        method: "newton_schulz", "gram" (the same polynomial on the Gram matrix: less work),
-            "accurate_gram" (with that matrix in fp32: less rounding), "exact" (SVD) or "auto"
-            ("gram" with a SIMD engine, else "newton_schulz").
-        coefficients: "quintic", "polar_express", "you_jiacheng", or a list of (a, b, c), one per
-            step.
+        model_options: for a model, arguments of ``param_groups``, such as ``group_size=6``.
+        lr: learning rate; under the default scale it is the size of one entry's step.
+        momentum: momentum coefficient μ, in [0, 1).
+        nesterov: orthogonalize G + μM instead of M.
+        average: momentum as an average, μM + (1-μ)G, instead of a sum, μM + G.
+        weight_decay: decoupled: W ← (1 - lr·weight_decay)·W.
+        layout: where the heads lie and how they are grouped; see packed_qkv and the other layout
+            functions.
+        seed: seed of the random partitions.
+        partitions: names under which weights draw their partitions; weights with the same name,
+            such as Q and K of a layer, share them.
+        method: orthogonalization: newton_schulz; gram (the same polynomial on the small Gram
+            matrix: less work); accurate_gram (that matrix in fp32: less rounding); exact (SVD);
+            auto: gram where one of our own engines runs, else newton_schulz.
+        coefficients: polynomials of the iterations: quintic (Muon's), polar_express or you_jiacheng
+            (a list of five by You Jiacheng), or your own: a list of (a, b, c), one per iteration
+            (C++: custom_coefficients).
         steps: number of iterations, for named coefficients.
-        tail_steps: number of additional iterations that converge to the exact polar factor.
-        restarts: for Gram methods, steps after which to restart. Empty: chosen for each block.
-        precision: "bfloat16", "float32", "float64", or "auto": bfloat16 if the device has it in
-            hardware, else float32. The first step replaces "auto" in the parameter group by the
-            chosen precision, so a saved state keeps it.
-        engine: which code runs the Gram methods: "auto", "portable" (libtorch's operations), or a
-            SIMD engine for one kind of CPU: "neon", "avx2", "avx512", "avx512_bf16".
-            ``group_muon.engines()`` lists those that run here.
-        eps, relative_eps: divide by ‖X‖·(1 + eps), or by ‖X‖ + eps if not relative.
-        rank_tolerance: for "exact", the fraction of the largest singular value up to which
-            singular values count as 0. 0: by precision.
-        base_scale: "naive", "keller_jordan", "mup", "moonlight" or "sqrt_max".
-        transfer: rule that transfers lr from the reference shape to a block's shape: the same
-            names, or "same" for base_scale.
-        reference: "segment" (Q, K or V alone) or "matrix" (the whole weight).
+        tail_steps: number of further iterations, which converge to the exact polar factor.
+        restarts: Gram methods: iterations after which to start again from XXᵀ, against rounding;
+            none: chosen for each block.
+        precision: precision of the iterations: bfloat16, float32 or float64; auto: bfloat16 where
+            the device has it in hardware, else float32. The first step replaces auto by the chosen
+            one.
+        engine: code that runs the Gram methods: portable (libtorch), neon, avx2, avx512 or
+            avx512_bf16; auto: the best for the CPU.
+        eps: guard against division by zero: a block is divided by ‖X‖·(1 + eps).
+        relative_eps: false: divide by ‖X‖ + eps, as Muon's first script does.
+        rank_tolerance: method exact: singular values up to this fraction of the largest count as 0;
+            0: by precision.
+        base_scale: factor on lr for the reference shape: naive 1, keller_jordan √max(1, out/in),
+            mup √(out/in), moonlight 0.2·√max(out, in), sqrt_max √max(out, in).
+        transfer: rule α that moves lr from the reference shape to a block's, by
+            α(block)/α(reference): a name as for base_scale; same: base_scale itself; naive: no
+            transfer.
+        reference: shape that lr is meant for: segment (Q, K or V alone) or matrix (the whole
+            weight).
         maximize: step up the gradient.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of groups stepped by AdamW.
             In such a group they are called lr, betas, eps and weight_decay.
@@ -223,6 +181,7 @@ class GroupMuon(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module,
+        # options: begin (./run generate)
         lr: float | Tensor = 3.6e-4,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -244,6 +203,7 @@ class GroupMuon(torch.optim.Optimizer):
         base_scale: str = "sqrt_max",
         transfer: str = "same",
         reference: str = "segment",
+        # options: end
         maximize: bool = False,
         adamw_lr: float | Tensor = 3.6e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
@@ -371,20 +331,19 @@ class GroupMuon(torch.optim.Optimizer):
             self._check(group, names)
         for group, _ in self._named_groups("adamw"):
             adamw.step(group, self.state)
-        for shared, weights in self._batches():
+        for options, weights in self._batches().items():
             if weights:
-                _ops.step_(*map(list, zip(*weights, strict=True)), **_operator_options(shared))
+                _ops.step_(*map(list, zip(*weights, strict=True)), options)
             for parameter, *_ in weights:
                 self.state[parameter]["step"] += 1
 
-    def _batches(self) -> "list[tuple[StepOptions, list[_Weight]]]":
-        """Muon's weights with gradients. Those with equal step options are stepped together, which batches
-        their blocks."""
-        batches: dict[str, tuple[StepOptions, list[_Weight]]] = {}
+    def _batches(self) -> dict[str, list[_Weight]]:
+        """Muon's weights with gradients by their step options. Those with equal options are stepped together, which
+        batches their blocks."""
+        batches: dict[str, list[_Weight]] = {}
         for group, names in self._named_groups("muon"):
             self._settle_precision(group)
-            shared = _shared(group)
-            _, weights = batches.setdefault(repr(shared), (shared, []))
+            weights = batches.setdefault(as_text(shared(group)), [])
             lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
             for parameter, name, partition in zip(
                 group["params"], names, group["partitions"] or names, strict=True
@@ -397,7 +356,7 @@ class GroupMuon(torch.optim.Optimizer):
                     (parameter, grad, state["momentum_buffer"], group["layout"], name, partition,
                      state["step"], lr, weight_decay)
                 )  # fmt: skip
-        return list(batches.values())
+        return batches
 
     def load_muon(self, muon: "torch.optim.Muon | dict[str, Any]") -> None:
         """Loads the momentum of a torch.optim.Muon over the same matrices, or of its state_dict
@@ -464,8 +423,7 @@ class GroupMuon(torch.optim.Optimizer):
             raise TypeError(
                 f"group_muon: layout should be a string such as packed_qkv() returns, not {group['layout']!r}"
             )
+        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], **shared(group)}
         _ops.check(
-            group["params"], [p.grad for p in group["params"]], names, group["layout"],
-            float(group["lr"]), float(group["weight_decay"]),
-            **_operator_options(_shared(group)),
+            group["params"], [p.grad for p in group["params"]], names, group["layout"], as_text(options)
         )  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import group_muon
-from group_muon.optimizer import _operator_options
+from group_muon.options import as_text
 
 ORTHOGONALIZE = dict(
     method="newton_schulz", coefficients="quintic", steps=5, tail_steps=0, restarts=[], precision="bfloat16",
@@ -33,22 +33,20 @@ def step_arguments(count=3):
 @pytest.mark.parametrize("method", ["newton_schulz", "gram", "exact"])
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (2, 3, 4, 7)])
 def test_opcheck_orthogonalize(method, shape):
-    options = _operator_options(ORTHOGONALIZE | {"method": method, "precision": "float32"})
-    torch.library.opcheck(
-        torch.ops.group_muon.orthogonalize.default, (torch.randn(shape),), options
-    )
+    options = as_text(ORTHOGONALIZE | {"method": method, "precision": "float32"})
+    torch.library.opcheck(torch.ops.group_muon.orthogonalize.default, (torch.randn(shape), options))
 
 
 def test_opcheck_step():
-    options = _operator_options(STEP | ORTHOGONALIZE)
-    torch.library.opcheck(torch.ops.group_muon.step_.default, step_arguments(), options)
+    options = as_text(STEP | ORTHOGONALIZE)
+    torch.library.opcheck(torch.ops.group_muon.step_.default, (*step_arguments(), options))
 
 
 def test_step_says_what_it_writes():
     """Exactly what the schema marks as written is written."""
     arguments = step_arguments()
     before = [[t.clone() for t in tensors] for tensors in arguments[:3]]
-    torch.ops.group_muon.step_(*arguments, **_operator_options(STEP | ORTHOGONALIZE))
+    torch.ops.group_muon.step_(*arguments, as_text(STEP | ORTHOGONALIZE))
     written = [not torch.equal(a[0], b[0]) for a, b in zip(arguments, before)]
     assert written == [True, False, True]
 
@@ -59,7 +57,7 @@ def test_lists_of_unequal_length_are_refused():
     with pytest.raises(
         ValueError, match="lists of equal length, with one entry for each of the 3 weights"
     ):
-        torch.ops.group_muon.step_(*arguments, **_operator_options(STEP | ORTHOGONALIZE))
+        torch.ops.group_muon.step_(*arguments, as_text(STEP | ORTHOGONALIZE))
 
 
 def test_orthogonalize_compiles_into_a_graph():

@@ -126,7 +126,8 @@ std::vector<std::string> compare_for_resume(const Config& was, const Config& is)
 /// All keys as a TOML file, with sections and help. Rejects strings that TOML cannot hold.
 std::string to_toml(const Config& config);
 
-/// The candidate with the smallest edit distance, or "" if none is close.
+/// The candidate that ends with the name (muon-lr for lr), else the one with the smallest edit distance, or "" if none is
+/// close.
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace train

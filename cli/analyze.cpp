@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "train/analysis_report.h"
@@ -21,7 +22,7 @@ struct AnalyzeArguments {
 void run(const AnalyzeArguments& arguments) {
   auto options = arguments.options;
   options.exact = !arguments.estimate;
-  if (!arguments.json.empty()) train::replace_file(arguments.json, "{}\n");  // fail early
+  if (!arguments.json.empty()) train::check_replaceable(arguments.json);  // fail early
   const auto analysis = train::analyze(options, [](double part) {
     char text[64];
     std::snprintf(text, sizeof text, "analyzing %3.0f%%", 100 * part);
@@ -31,6 +32,7 @@ void run(const AnalyzeArguments& arguments) {
   say("checkpoint " + analysis.checkpoint);
   std::fputs(train::to_text(analysis).c_str(), stdout);
   if (!arguments.json.empty()) {
+    std::fflush(stdout);  // it may be the file
     train::replace_file(arguments.json, train::to_json(analysis));
     say("wrote " + arguments.json);
   }
@@ -58,22 +60,24 @@ void add_analyze(CLI::App& app) {
       ->add_option(
           "--lr", options.lr,
           "Learning rate; default: that of the next step, or the peak if the run is finished")
-      ->check(CLI::PositiveNumber);
+      ->check(number_above_zero());
   command
       ->add_option(
           "--factors", options.factors,
           "Step sizes to try, as multiples of the learning rate; must include 1")
       ->delimiter(',')
+      ->check(number_above_zero())
       ->capture_default_str();
   command->add_option("--layers", options.layers, "Layers to analyze, counted from 0; default: all")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->check(whole_number(0, INT64_MAX));
   command
       ->add_option(
           "--sequences", options.sequences,
           "Number of sequences in the batch and in the held-out batch; default: a training batch")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1, INT64_MAX));
   command->add_option("--threads", options.threads, "Number of threads; default: the run's")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1, 1024));
   command->add_flag(
       "--estimate", arguments->estimate, "Use estimates instead of exact singular values: faster");
   command->add_option("--json", arguments->json, "Also write all numbers to this file");

@@ -5,10 +5,12 @@
 #include <filesystem>
 #include <memory>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "gpt/generate.h"
 #include "gpt/tokenizer.h"
 #include "train/checkpoint.h"
+#include "train/memory.h"
 #include "train/recipe.h"
 
 namespace cli {
@@ -51,6 +53,7 @@ void run(const SampleArguments& arguments) {
   const auto place = train::locate(arguments.run);
   const std::string checkpoint = choose(place, arguments);
   const auto config = train::configure(train::read_options(place.run + "/config.toml"));
+  train::require_model_memory(config);
   gpt::Model model(train::model_shape(config), torch::kFloat32, /*seed=*/0);
   train::load_weights(checkpoint, model);
 
@@ -81,13 +84,15 @@ void add_sample(CLI::App& app) {
       ->add_option(
           "run", arguments->run, "Folder of a run (uses its newest checkpoint) or of a checkpoint")
       ->required();
-  command->add_option("--prompt", arguments->prompt, "Text to continue");
+  command->add_option("--prompt", arguments->prompt, "Text to continue; empty: starts a document")
+      ->type_name(kAnyText);
   command->add_flag(
       "--best", arguments->best, "Use the checkpoint with the lowest validation loss");
   command
       ->add_option(
           "--tokens", options.tokens,
           "Maximum number of tokens; stops early at the end of a document")
+      ->check(whole_number(1, INT64_MAX))
       ->capture_default_str();
   command
       ->add_option(
@@ -97,8 +102,11 @@ void add_sample(CLI::App& app) {
   command
       ->add_option(
           "--top-k", options.top_k, "Draw only from this many likeliest tokens; 0: from all")
+      ->check(whole_number(0, INT64_MAX))
       ->capture_default_str();
-  command->add_option("--seed", options.seed, "Seed of the random draws")->capture_default_str();
+  command->add_option("--seed", options.seed, "Seed of the random draws")
+      ->check(whole_number(0, INT64_MAX))
+      ->capture_default_str();
   command->add_option(
       "--vocabulary", arguments->vocabulary,
       "Vocabulary: gpt2, a .tiktoken file or GPT-2's vocab.bpe; default: the run's own");

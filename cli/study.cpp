@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "cli/training.h"
@@ -141,8 +142,8 @@ void show_cost(const study::Folder& folder, const study::Workers& workers) {
       static_cast<long long>(workers.threads), workers.threads == 1 ? "thread" : "threads",
       duration(cost.job_seconds).c_str()));
   say(format(
-      "about %.1f GB of memory, and %.1f GB on disk for checkpoints",
-      static_cast<double>(cost.memory) / kGiga, static_cast<double>(cost.disk) / kGiga));
+      "about %.1f GB of memory, and %.1f GB on disk for checkpoints", cost.memory / kGiga,
+      cost.disk / kGiga));
 }
 
 // "12 of 138 done, 2 running, 1 failed, 3:12:00 left, best qk-1 4.7012 (n = 8)". A narrow terminal cuts off the end.
@@ -193,8 +194,7 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
       "study in %s, %lld at a time with %lld %s each", folder.path.c_str(),
       static_cast<long long>(workers.jobs), static_cast<long long>(workers.threads),
       workers.threads == 1 ? "thread" : "threads"));
-  // This very program, even if its file has been replaced in the meantime.
-  const auto command = run_command("/proc/self/exe", folder.path, workers);
+  const auto command = run_command("group-muon", folder.path, workers);  // as ps shows it
   const auto end = study::run_all(folder, workers, command, retry, make_study_listener());
   end_live();
   study::StudyProgress last = end;
@@ -206,8 +206,8 @@ void run_all(const study::Folder& folder, const study::Workers& workers, bool re
     throw CLI::RuntimeError(128 + stop_signal());
   }
   if (end.failed > 0) {
-    say("failed runs have their error in error.txt and log.txt; after fixing the cause, retry "
-        "with: group-muon study " +
+    say("group-muon study " + place +
+        " --list shows why runs failed; after fixing the cause, retry with: group-muon study " +
         place + " --retry");
   }
   say("write a report with: group-muon report " + place);
@@ -286,14 +286,20 @@ void run_one(const RunArguments& arguments) {
   const auto config =
       study::config_of(folder, planned, arguments.workers.threads, arguments.workers.device);
   catch_stop_signals();
-  const auto end = study::run_here(
-      folder, planned, arguments.workers.threads, arguments.workers.device,
-      !arguments.unless_failed, make_listener(config.steps, config.log_interval));
-  end_live();
-  if (end == study::RunEnd::kElsewhere) {
-    std::fprintf(stderr, "group-muon: another process is running %s\n", planned.name.c_str());
+  const auto elsewhere = [](const std::string& why) {
+    std::fprintf(stderr, "group-muon: %s\n", why.c_str());
     throw CLI::RuntimeError(study::kRunElsewhere);
+  };
+  auto end = study::RunEnd::kElsewhere;
+  try {
+    end = study::run_here(
+        folder, planned, arguments.workers.threads, arguments.workers.device,
+        !arguments.unless_failed, make_listener(config.steps, config.log_interval));
+  } catch (const train::FolderBusy& busy) {
+    elsewhere(busy.what());
   }
+  end_live();
+  if (end == study::RunEnd::kElsewhere) elsewhere("another process is running " + planned.name);
   if (end == study::RunEnd::kFailedBefore) throw CLI::RuntimeError(study::kRunFailed);
   if (end == study::RunEnd::kStopped) {
     say("stopped; resume with the same command");
@@ -304,10 +310,10 @@ void run_one(const RunArguments& arguments) {
 
 void add_workers(CLI::App& command, study::Workers& workers, const std::string& threads) {
   command.add_option("--threads", workers.threads, threads)
-      ->check(CLI::Range(0, 4096))
+      ->check(whole_number(0, 4096))
       ->type_name("[0]");
   command.add_option("--device", workers.device, "cpu or cuda; default: the study's")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->check(one_of({"cpu", "cuda"}))
       ->type_name("NAME");
 }
 
@@ -349,13 +355,13 @@ void add_study(CLI::App& app) {
       ->add_option(
           "--seeds", arguments->seeds,
           "Raise the number of seeds of each setting to this; finished runs are kept")
-      ->check(CLI::Range(1, 1000))
+      ->check(whole_number(1, 1000))
       ->type_name("NUMBER");
   command
       ->add_option(
           "--jobs", arguments->workers.jobs,
           "Number of runs at a time; 0: one per core if memory allows, or one per GPU")
-      ->check(CLI::Range(0, 4096))
+      ->check(whole_number(0, 4096))
       ->type_name("[0]");
   add_workers(
       *command, arguments->workers,
@@ -370,8 +376,8 @@ void add_study(CLI::App& app) {
   command
       ->add_option(
           "--slurm-options", arguments->slurm_options,
-          "More options for sbatch, such as \"--time=2:00:00\"")
-      ->type_name("TEXT");
+          "More options for sbatch, such as \"--time=2:00:00\"; empty: none")
+      ->type_name(kAnyText);
   add_run(*command);
   command->callback([command, arguments] {
     if (command->get_subcommands().empty()) run(*arguments);

@@ -108,13 +108,13 @@ void add_train(CLI::App& app) {
                        ->add_option_function<std::string>(
                            "--" + name,
                            [arguments, name](const std::string& text) {
-                             arguments->flags.emplace_back(name, text.empty() ? "true" : text);
+                             arguments->flags.emplace_back(name, text);
                            },
                            key.help)
                        ->group(key.section)
                        ->take_last()
                        ->type_name(value.empty() ? "" : "[" + value + "]");
-    // A bare --nesterov means true.
+    // Only these may go without a value: a bare --nesterov means true.
     if (train::type_of(key) == train::Type::kSwitch) option->expected(0, 1);
   }
   command->callback([arguments] { run(*arguments); });

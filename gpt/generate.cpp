@@ -36,7 +36,8 @@ void generate(
     const std::function<bool(uint32_t)>& take) {
   TORCH_CHECK_VALUE(!prompt.empty(), "the prompt should have at least one token");
   TORCH_CHECK_VALUE(
-      options.temperature >= 0, "temperature should be 0 or more, not ", options.temperature);
+      options.temperature == 0 || (options.temperature >= 1e-3 && options.temperature <= 1e3),
+      "temperature should be 0, or from 0.001 to 1000, not ", options.temperature);
   TORCH_CHECK_VALUE(options.tokens > 0, "tokens should be 1 or more, not ", options.tokens);
   TORCH_CHECK_VALUE(options.top_k >= 0, "top-k should be 0 or more, not ", options.top_k);
   const c10::InferenceMode inference;

@@ -25,6 +25,13 @@ size_t edits(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates) {
+  // The end of a name, such as lr for muon-lr, is nearer than any other spelling.
+  const std::string end =
+      "-" + std::string(name.substr(std::min(name.find_first_not_of('-'), name.size())));
+  for (const auto& candidate : candidates) {
+    if (end.size() > 2 && candidate.size() > end.size() && candidate.ends_with(end))
+      return candidate;
+  }
   std::string best;
   size_t fewest = std::max<size_t>(2, name.size() / 2) + 1;
   for (const auto& candidate : candidates) {

@@ -55,7 +55,8 @@ inline std::string join(const std::vector<int64_t>& values, const char* separato
   return text;
 }
 
-/// The candidate with the smallest edit distance, or "" if none is close.
+/// The candidate that ends with the name (muon-lr for lr), else the one with the smallest edit distance, or "" if none
+/// is close.
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace group_muon

@@ -10,6 +10,7 @@
 
 #include "gpt/model.h"
 #include "group_muon/assemble.h"
+#include "train/memory.h"
 #include "train/recipe.h"
 #include "train/train.h"
 
@@ -25,22 +26,13 @@ double seconds_of(Work&& work) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-int64_t block_parameters(const train::Config& config) {
-  const int64_t key_heads = config.kv_heads == 0 ? config.heads : config.kv_heads;
-  const int64_t qkv = config.width + 2 * config.width * key_heads / config.heads;
-  return config.layers * config.width * (qkv + 9 * config.width);
-}
-
-int64_t embedding_parameters(const train::Config& config) {
-  return config.vocabulary * config.width;
-}
-
 struct Times {
   double micro_batch = INFINITY, optimizer = INFINITY, validation_batch = INFINITY;
 };
 
 // Takes the fastest of a few rounds: the first one allocates memory, and the machine may be busy.
 Times measure(const train::Config& config) {
+  train::require_training_memory(config);
   const torch::Device device(config.device);
   gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
   model.to(device);
@@ -86,25 +78,26 @@ std::string shape_key(train::Config config) {
 
 }  // namespace
 
-int64_t checkpoint_bytes(const train::Config& config) {
+double checkpoint_bytes(const train::Config& config) {
   // Weights and momentum; AdamW has two buffers.
-  return 4 * (2 * block_parameters(config) + 3 * embedding_parameters(config));
+  return 4 * (2 * train::block_weights(config) + 3 * train::embedding_weights(config));
 }
 
-int64_t memory_of(const train::Config& config) {
-  constexpr int64_t kLibraries = 300 << 20;
+double memory_of(const train::Config& config) {
+  constexpr double kLibraries = 300 << 20;
   // Bytes per token: what each block keeps for its backward pass, and three copies of the token's logits.
-  const int64_t token = config.layers * config.width * 80 + config.vocabulary * 12;
-  const int64_t weights = block_parameters(config) + embedding_parameters(config);
-  return kLibraries + 28 * weights + config.micro_batch * config.context * token;
+  const double token = static_cast<double>(config.layers) * static_cast<double>(config.width) * 80 +
+                       static_cast<double>(config.vocabulary) * 12;
+  const double weights = train::block_weights(config) + train::embedding_weights(config);
+  return kLibraries + 28 * weights +
+         static_cast<double>(config.micro_batch) * static_cast<double>(config.context) * token;
 }
 
 Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs, int64_t threads) {
   at::set_num_threads(static_cast<int>(threads));
   Cost cost;
   std::map<std::string, Times> known;
-  int64_t largest = 0, largest_checkpoints = 0;
-  double longest = 0;
+  double largest = 0, largest_checkpoints = 0, longest = 0;
   auto first = train::resolved(config_of(folder, folder.plan.front(), threads, device));
   for (auto* word :
        {&first.precision, &first.muon.precision(), &first.validation_precision, &first.engine,
@@ -116,7 +109,8 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
         train::with_engine(train::filled_in(config_of(folder, run, threads, device), first));
     cost.runs += 1;
     largest = std::max(largest, memory_of(config));
-    const int64_t checkpoints = (config.keep + 1) * checkpoint_bytes(config);  // plus the best
+    const double checkpoints =
+        static_cast<double>(config.keep + 1) * checkpoint_bytes(config);  // plus the best
     largest_checkpoints = std::max(largest_checkpoints, checkpoints);
     if (folder.study.keep_checkpoints) cost.disk += checkpoints;
     const auto status = status_of(folder, run);
@@ -133,8 +127,8 @@ Cost estimate_cost(const Folder& folder, const std::string& device, int64_t jobs
     longest = std::max(longest, seconds);
   }
   cost.seconds = std::max(longest, cost.job_seconds / static_cast<double>(jobs));
-  if (!folder.study.keep_checkpoints) cost.disk = jobs * largest_checkpoints;
-  cost.memory = largest * jobs;
+  if (!folder.study.keep_checkpoints) cost.disk = static_cast<double>(jobs) * largest_checkpoints;
+  cost.memory = largest * static_cast<double>(jobs);
   return cost;
 }
 

@@ -7,9 +7,11 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
+#include <optional>
 
+#include "train/errors.h"
 #include "train/files.h"
+#include "train/json.h"
 #include "train/recipe.h"
 #include "train/train.h"
 
@@ -24,10 +26,70 @@ constexpr const char* kError = "/error.txt";
 
 // The text of a file, or "" if there is none. Another process may delete it at any time.
 std::string text_if_any(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!fs::exists(path)) return "";
+  std::string text;
+  try {
+    text = train::read_text(path);
+  } catch (const std::exception& error) {
+    return fs::exists(path) ? train::message_of(error) : "";
+  }
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return text;
+}
+
+// Calls use(step, line) for the last lines of a run's metrics that can be read. The file may be growing.
+template <typename Use>
+void for_last_metrics(const std::string& run_folder, Use&& use) {
+  constexpr std::streamoff kTail = 8192;  // a few lines
+  std::ifstream file(run_folder + "/metrics.jsonl", std::ios::binary | std::ios::ate);
+  if (!file) return;
+  const std::streamoff size = file.tellg();
+  file.seekg(std::max<std::streamoff>(0, size - kTail));
+  for (std::string line; std::getline(file, line);) {  // the first and last may be incomplete
+    const auto json = train::parse_json(line);
+    if (!json || !json->is_object() || !json->contains("step")) continue;
+    if ((*json)["step"].is_number_integer()) use((*json)["step"].template get<int64_t>(), *json);
+  }
+}
+
+// The loss of the last validation in a run's metrics, if it was after the last step.
+std::optional<double> last_loss(const std::string& run_folder, int64_t steps) {
+  std::optional<double> loss;
+  for_last_metrics(run_folder, [&](int64_t step, const Json& line) {
+    if (step != steps || !line.contains("validation_loss")) return;
+    if (line["validation_loss"].is_number()) loss = line["validation_loss"].get<double>();
+  });
+  return loss;
+}
+
+// Throws if result.json does not hold what the run's metrics say: it alone would be believed whatever it says.
+double checked_result(const std::string& run_folder, int64_t steps) {
+  const auto result = train::parse_json(text_if_any(run_folder + kResult));
+  TORCH_CHECK_VALUE(
+      result && result->is_object() && result->contains("validation_loss") &&
+          (*result)["validation_loss"].is_number(),
+      "result.json cannot be read; use --retry to create it again");
+  const double loss = (*result)["validation_loss"].get<double>();
+  const auto measured = last_loss(run_folder, steps);
+  TORCH_CHECK_VALUE(
+      measured, "there is a result.json, but metrics.jsonl has no validation after step ", steps,
+      "; use --retry to finish the run");
+  TORCH_CHECK_VALUE(
+      loss == *measured, "result.json says ", loss, " but metrics.jsonl says ", *measured,
+      "; use --retry to create result.json again");
+  return loss;
+}
+
+// Whoever writes the study's files holds this for a moment. Hundreds of workers may want it at once.
+std::shared_ptr<train::FolderLock> lock_of(const Folder& folder) {
+  constexpr double kPatience = 600;
+  auto lock = train::wait_for_lock(folder.path, kPatience);
+  if (!lock) {
+    throw train::FolderBusy(
+        c10::str(
+            "another process has locked '", folder.path, "' for ", kPatience / 60, " minutes"));
+  }
+  return lock;
 }
 
 // Finds folders with a run, at most `levels` deep. Does not look into runs, whose checkpoints come and go.
@@ -83,10 +145,11 @@ void begin(const Folder& folder) {
   check_configs(folder);
   refuse_changes(folder);
   train::make_folder(folder.path);
-  const auto lock = train::wait_for_lock(folder.path, 10);  // another worker may be starting
-  TORCH_CHECK(lock, "another process has locked '", folder.path, "'");
   const std::string file = folder.path + "/study.toml", text = to_toml(folder.study);
-  if (!fs::exists(file) || train::read_text(file) != text) train::replace_file(file, text);
+  const auto is_written = [&] { return fs::exists(file) && train::read_text(file) == text; };
+  if (is_written()) return;  // files are replaced whole, so reading needs no lock
+  const auto lock = lock_of(folder);
+  if (!is_written()) train::replace_file(file, text);
 }
 
 std::vector<std::string> runs_without_plan(const Folder& folder) {
@@ -108,15 +171,13 @@ uint32_t read_data(const Folder& folder) {
 
 void check_data(const Folder& folder, uint32_t checksum) {
   const std::string file = folder.path + "/data.json";
-  const auto lock = train::wait_for_lock(folder.path, 10);
-  TORCH_CHECK(lock, "another process has locked '", folder.path, "'");
-  if (!fs::exists(file)) {
-    train::replace_file(file, Json{{"checksum", checksum}}.dump() + "\n");
-    return;
+  if (!fs::exists(file)) {  // else reading needs no lock, since files are replaced whole
+    const auto lock = lock_of(folder);
+    if (!fs::exists(file)) train::replace_file(file, Json{{"checksum", checksum}}.dump() + "\n");
   }
-  const auto known = Json::parse(train::read_text(file), nullptr, /*allow_exceptions=*/false);
+  const auto known = train::read_json(file);
   TORCH_CHECK_VALUE(
-      known.is_object() && known.value("checksum", uint32_t{0}) == checksum, "the data in '",
+      known.contains("checksum") && known["checksum"] == checksum, "the data in '",
       folder.study.data, "' is not the data the study in '", folder.path,
       "' started with. Choose another --out");
 }
@@ -154,13 +215,14 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
   RunStatus status;
   if (!fs::exists(path)) return status;
   if (has_result(path)) {
-    const auto result = Json::parse(text_if_any(path + kResult), nullptr, false);
-    const bool whole = result.is_object() && result.contains("validation_loss") &&
-                       result["validation_loss"].is_number();
-    status.state = whole ? RunState::kFinished : RunState::kFailed;
     status.fraction = 1;
-    if (whole) status.loss = result["validation_loss"].get<double>();
-    if (!whole) status.error = "result.json cannot be read; use --retry to create it again";
+    try {
+      status.loss = checked_result(path, train::configure(run.options).steps);
+      status.state = RunState::kFinished;
+    } catch (const c10::Error& error) {
+      status.state = RunState::kFailed;
+      status.error = error.what_without_backtrace();
+    }
     return status;
   }
   status.fraction = fraction_done(folder, run);
@@ -173,18 +235,11 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
 }
 
 double fraction_done(const Folder& folder, const PlannedRun& run) {
-  constexpr std::streamoff kTail = 8192;  // a few lines
-  std::ifstream file(folder_of(folder, run) + "/metrics.jsonl", std::ios::binary | std::ios::ate);
-  if (!file) return 0;
-  const std::streamoff size = file.tellg();
-  file.seekg(std::max<std::streamoff>(0, size - kTail));
-  std::string line;
-  double steps = 0;
-  while (std::getline(file, line)) {
-    const auto json = Json::parse(line, nullptr, false);  // the first and last may be incomplete
-    if (json.is_object() && json.contains("step") && json["step"].is_number()) steps = json["step"];
-  }
-  return steps / static_cast<double>(train::configure(run.options).steps);
+  const auto steps = static_cast<double>(train::configure(run.options).steps);
+  double done = 0;
+  for_last_metrics(
+      folder_of(folder, run), [&](int64_t step, const Json&) { done = static_cast<double>(step); });
+  return std::clamp(done / steps, 0.0, 1.0);
 }
 
 bool has_result(const std::string& run_folder) { return fs::exists(run_folder + kResult); }

@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <functional>
 #include <sstream>
@@ -134,6 +135,19 @@ void check_name(const std::string& name, const char* what) {
     TORCH_CHECK_VALUE(
         name != taken, what, " cannot be '", name, "': the study uses that name itself");
   }
+}
+
+// For names such as qk-5-random: which group sizes the table has, and how to study others.
+std::string group_size_hint(const std::string& name) {
+  constexpr std::array<std::string_view, 5> kSizes = {"1", "2", "3", "4", "6"};
+  for (const std::string_view prefix : {"qk-", "v-", "fixed-qk-v-"}) {
+    if (name.rfind(prefix, 0) != 0) continue;
+    const std::string rest = name.substr(prefix.size());
+    const std::string size = rest.substr(0, rest.find_first_not_of("0123456789"));
+    if (size.empty() || std::find(kSizes.begin(), kSizes.end(), size) != kSizes.end()) continue;
+    return " Table 1 has groups of 1, 2, 3, 4 and 6 heads; define others under own-settings";
+  }
+  return "";
 }
 
 // Prefixes errors with what they are about.
@@ -312,7 +326,7 @@ const Setting& find_setting(const Study& study, const std::string& name) {
   const std::string near = train::nearest(name, names);
   TORCH_CHECK_VALUE(
       false, "there is no setting '", name, "'",
-      near.empty() ? std::string() : c10::str("; did you mean ", near, "?"));
+      near.empty() ? std::string() : c10::str("; did you mean ", near, "?"), group_size_hint(name));
 }
 
 std::string to_toml(const Study& study) {

@@ -13,13 +13,14 @@
 
 #include "train/errors.h"
 #include "train/files.h"
+#include "train/json.h"
 #include "train/train.h"
 
 namespace study {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
+using Json = nlohmann::json;
 
 // Calls `use` for every line of a JSON Lines file, whose last line must be complete.
 void for_lines(const std::string& path, const std::function<void(const Json&)>& use) {
@@ -30,12 +31,12 @@ void for_lines(const std::string& path, const std::function<void(const Json&)>& 
   int64_t number = 0;
   for (std::string line; std::getline(lines, line);) {
     ++number;
-    const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto json = train::parse_json(line);
     TORCH_CHECK_VALUE(
-        json.is_object() && json.contains("step") && json["step"].is_number_integer(), name,
-        ", line ", number, " cannot be read");
+        json && json->is_object() && json->contains("step") && (*json)["step"].is_number_integer(),
+        name, ", line ", number, " cannot be read");
     try {
-      use(json);
+      use(*json);
     } catch (const nlohmann::json::exception&) {
       TORCH_CHECK_VALUE(false, name, ", line ", number, " has missing or wrong values");
     }
@@ -220,8 +221,8 @@ void read_run(const std::string& folder, RunResult& result) {
   result.config["data"] = fs::path(config.data).filename().string();
   std::ifstream machines(folder + "/machine.jsonl");
   for (std::string line; std::getline(machines, line);) {
-    auto machine = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (machine.is_object()) result.machines.push_back(std::move(machine));
+    auto machine = train::parse_json(line);
+    if (machine && machine->is_object()) result.machines.push_back(std::move(*machine));
   }
   if (result.state != RunState::kFinished) return;
   read_metrics(folder, config, result);

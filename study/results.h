@@ -43,7 +43,7 @@ struct RunResult {
   std::map<std::string, std::string> config;
   /// Engines that its validations name, by config key; several if it was resumed with another.
   std::map<std::string, std::set<std::string>> engines;
-  std::vector<nlohmann::ordered_json> machines;  // machines and builds it ran on, in order
+  std::vector<nlohmann::json> machines;  // machines and builds it ran on, in order
   std::vector<DiagnosticSeries> diagnostics;
 
   bool counts() const { return state == RunState::kFinished && readable; }

@@ -28,6 +28,8 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+constexpr const char* kLog = "/log.txt";
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -81,19 +83,21 @@ pid_t start_process(
   dup2(input, STDIN_FILENO);
   dup2(output, STDOUT_FILENO);
   dup2(output, STDERR_FILENO);
-  execve(arguments[0], arguments.data(), environment.data());
+  // This very program, even if its file has been replaced in the meantime.
+  execve("/proc/self/exe", arguments.data(), environment.data());
   give_up("cannot start the program");
 }
 
 // Why a process ended, for runs that left no error.txt.
-std::string reason(int status) {
+std::string reason(int status, const std::string& run_folder) {
+  const char* more = fs::exists(run_folder + kLog) ? "; see log.txt" : "";
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
     return c10::str(
         "ended by signal ", signal, " (", strsignal(signal), ")",
-        signal == SIGKILL ? ", perhaps out of memory" : "", "; see log.txt");
+        signal == SIGKILL ? ", perhaps out of memory" : "", more);
   }
-  return c10::str("ended with exit code ", WEXITSTATUS(status), "; see log.txt");
+  return c10::str("ended with exit code ", WEXITSTATUS(status), more);
 }
 
 // All runs of a study and the processes that execute them.
@@ -166,7 +170,7 @@ void Runner::start(Item& item, size_t slot) {
   auto words = command_(item.run->name, item.retry);
   item.retry = false;
   item.process =
-      start_process(item.path + "/log.txt", std::move(words), gpus_.empty() ? "" : gpus_[slot]);
+      start_process(item.path + kLog, std::move(words), gpus_.empty() ? "" : gpus_[slot]);
   item.status.state = RunState::kRunning;
   item.slot = slot;
   item.start = Clock::now();
@@ -209,7 +213,7 @@ void Runner::reap(Item& item) {
     item.killed = true;
     item.status.state = RunState::kWaiting;
   } else {
-    fail(item, reason(status));
+    fail(item, reason(status, item.path));
   }
 }
 
@@ -313,8 +317,7 @@ RunEnd run_here(
     bool retry, const train::Listener& listener) {
   const std::string path = folder_of(folder, run);
   train::make_folder(path);
-  // A process that only checks whether a folder is locked holds the lock for a moment, so try for a while.
-  const auto lock = train::wait_for_lock(path, 0.5);
+  const auto lock = train::wait_for_lock(path, 0);
   if (!lock) return RunEnd::kElsewhere;
   const auto drop_checkpoints = [&] {
     if (!folder.study.keep_checkpoints && fs::exists(path + "/checkpoints")) {
@@ -345,6 +348,8 @@ RunEnd run_here(
     record_result(path, outcome.validation_loss);
     drop_checkpoints();
     return RunEnd::kFinished;
+  } catch (const train::FolderBusy&) {
+    throw;  // others keep the study's files busy: no failure of this run
   } catch (const std::exception& error) {
     record_error(path, train::message_of(error));
     throw;

@@ -16,7 +16,7 @@ enum class RunEnd { kFinished, kStopped, kElsewhere, kFailedBefore };
 
 /// Starts or resumes a run in this process. Skips a run that is finished or that another process is running. Without
 /// `retry` it also skips a run that has failed or whose result cannot be read. An error is recorded in the run's
-/// folder and rethrown.
+/// folder and rethrown, but for train::FolderBusy: the study's files were in use for minutes.
 RunEnd run_here(
     const Folder& folder, const PlannedRun& run, int64_t threads, const std::string& device,
     bool retry, const train::Listener& listener);
@@ -39,7 +39,7 @@ struct StudyListener {
   std::function<int()> stop_signal = {};  // nonzero: runs save a checkpoint and stop
 };
 
-/// Runs everything that is not finished, each run as a process started by `command`. Waits for runs of other
+/// Runs everything that is not finished, each run as a process of this program with the words of `command`. Waits for runs of other
 /// processes and takes them over if those die. Skips failed runs unless `retry`, which tries each once. Runs save a
 /// checkpoint and stop when this process is stopped or dies.
 StudyProgress run_all(

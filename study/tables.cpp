@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <sstream>
 
 #include "study/settings.h"
@@ -14,6 +15,50 @@ namespace {
 
 std::string number(double value, const char* pattern = "%.4f") {
   return std::isfinite(value) ? format(pattern, value) : "–";
+}
+
+// Text from files, for Markdown: without HTML, links and emphasis, and within one cell of a table.
+std::string markdown(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+      out += ' ';
+    } else if (c == '<' || c == '>' || c == '&') {
+      out += c == '<' ? "&lt;" : c == '>' ? "&gt;" : "&amp;";
+    } else {
+      if (std::strchr("\\`*_[]|~", c) != nullptr) out += '\\';
+      out += c;
+    }
+  }
+  return out;
+}
+
+// "`muon-lr = 0.001`"
+std::string markdown(const train::Options::value_type& option) {
+  const std::string text = option.first + " = " + option.second;
+  return text.find_first_of("`\n\r") == std::string::npos ? "`" + text + "`" : markdown(text);
+}
+
+// A quoted field of a CSV file.
+std::string csv(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) out.append(c == '"' ? 2 : 1, c);
+  return out + "\"";
+}
+
+std::string latex(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (std::strchr("\\~^", c) != nullptr) {
+      out += c == '\\'  ? "\\textbackslash{}"
+             : c == '~' ? "\\textasciitilde{}"
+                        : "\\textasciicircum{}";
+    } else {
+      if (std::strchr("{}$&#%_", c) != nullptr) out += '\\';
+      out += c;
+    }
+  }
+  return out;
 }
 
 std::string sign_of(const BaselineComparison& comparison) {
@@ -66,7 +111,7 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
   out << "\n|---|---:|---:|---:|---|---|---:|---:|---|---|---|---:|---:|---|\n";
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
-    out << "| " << setting.title << (setting.exploratory ? " ᵉ" : "") << " | "
+    out << "| " << markdown(setting.title) << (setting.exploratory ? " ᵉ" : "") << " | "
         << setting.loss.count;
     if (setting.failed > 0) out << ", " << setting.failed << " failed";
     out << " | " << number(setting.loss.mean) << " | " << number(setting.loss.deviation) << " |";
@@ -140,7 +185,7 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
   const auto plain = [](double value) { return std::isfinite(value) ? format("%.9g", value) : ""; };
   for (const auto& setting : summary.settings) {
     if (setting.loss.count == 0) continue;
-    out << summary.name << "," << setting.name << ",\"" << setting.title << "\","
+    out << summary.name << "," << setting.name << "," << csv(setting.title) << ","
         << setting.loss.count << "," << setting.failed << ","
         << (setting.exploratory ? "yes" : "no") << "," << plain(setting.loss.mean) << ","
         << plain(setting.loss.deviation);
@@ -190,10 +235,10 @@ void write_state(std::ostream& out, const Results& results) {
   out << counting << " of " << results.runs.size() << " runs are finished.\n";
   for (const auto& result : results.runs) {
     if (result.state == RunState::kFailed && result.readable) {
-      out << result.run.name << " failed: " << result.error << "\n";
+      out << markdown(result.run.name + " failed: " + result.error) << "\n";
     }
   }
-  for (const auto& problem : results.problems) out << problem << "\n";
+  for (const auto& problem : results.problems) out << markdown(problem) << "\n";
   out << "\n";
 }
 
@@ -274,8 +319,8 @@ std::string to_markdown(
       << "With n seeds p cannot be below 2^(1-n), however large the effect.\n\n";
   write_settings(out, analysis.main);
   for (const auto& setting : folder.study.own_settings) {
-    out << setting.name << ", defined by this study:";
-    for (const auto& [key, value] : setting.options) out << " `" << key << " = " << value << "`";
+    out << markdown(setting.name) << ", defined by this study:";
+    for (const auto& option : setting.options) out << " " << markdown(option);
     out << "\n\n";
   }
   if (analysis.noise) {
@@ -288,8 +333,8 @@ std::string to_markdown(
   }
   for (const auto& variant : analysis.variants) {
     if (!has_results(variant)) continue;
-    out << "# " << variant.name << "\n\n";
-    for (const auto& [key, value] : variant.options) out << "`" << key << " = " << value << "` ";
+    out << "# " << markdown(variant.name) << "\n\n";
+    for (const auto& option : variant.options) out << markdown(option) << " ";
     out << "\n\n";
     write_settings(out, variant);
   }
@@ -364,13 +409,9 @@ std::string to_latex(const Analysis& analysis) {
   }
   for (const auto& setting : analysis.main.settings) {
     if (setting.own.empty() || setting.loss.count == 0) continue;
-    std::string name;
-    for (const char letter : setting.title) {
-      if (letter == '_') name += '\\';
-      name += letter;
-    }
-    out << "\\multicolumn{2}{l}{" << name << " (this study's own)} & \\multicolumn{5}{c}{"
-        << number(setting.loss.mean) << latex_spread(setting) << "} \\\\\n";
+    out << "\\multicolumn{2}{l}{" << latex(setting.title)
+        << " (this study's own)} & \\multicolumn{5}{c}{" << number(setting.loss.mean)
+        << latex_spread(setting) << "} \\\\\n";
   }
   out << "\\midrule\nGroupMuon & Rule & $g=1$ & $g=2$ & $g=3$ & $g=4$ & $g=6$ \\\\\n";
   const auto rows = grouped_rows();

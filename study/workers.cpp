@@ -4,24 +4,15 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cmath>
 #include <thread>
 
 #include "study/cost.h"
+#include "train/memory.h"
 #include "train/train.h"
 
 namespace study {
 namespace {
-
-int64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  while (file >> word) {
-    int64_t kilobytes = 0;
-    if (word == "MemAvailable:" && file >> kilobytes) return kilobytes * 1024;
-  }
-  return 0;
-}
 
 int64_t cores() { return std::max(1U, std::thread::hardware_concurrency()); }
 
@@ -37,12 +28,14 @@ Workers choose_workers(const Folder& folder, Workers workers) {
   TORCH_CHECK_VALUE(!cuda || gpus > 0, "--device cuda: this machine has no GPU that torch can use");
   if (workers.jobs == 0) {
     const auto first = train::resolved(config_of(folder, folder.plan.front()));
-    int64_t largest = 1;
+    double largest = 1;
     for (const auto& run : folder.plan) {
       largest = std::max(largest, memory_of(train::filled_in(config_of(folder, run), first)));
     }
-    const int64_t fitting = std::max<int64_t>(1, available_memory() * 8 / 10 / largest);
-    workers.jobs = cuda ? gpus : std::min(cores(), fitting);
+    const double fitting =
+        0.8 * static_cast<double>(train::available_memory().value_or(0)) / largest;
+    const auto most = static_cast<double>(cores());
+    workers.jobs = cuda ? gpus : static_cast<int64_t>(std::clamp(std::floor(fitting), 1.0, most));
   }
   if (workers.threads == 0) workers.threads = std::max<int64_t>(1, cores() / workers.jobs);
   return workers;

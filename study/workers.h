@@ -15,8 +15,8 @@ struct Workers {
   std::string device = {};  // empty: the study's
 };
 
-/// Returns the command line for one run of the study. The first word is the path of the program. Without `retry` the
-/// command skips a run that has failed before.
+/// Returns the command line for one run of the study. The first word is the program. Without `retry` the command skips
+/// a run that has failed before.
 using RunCommand = std::function<std::vector<std::string>(const std::string& run, bool retry)>;
 
 /// Replaces every 0 by a value for this machine.

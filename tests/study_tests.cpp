@@ -104,6 +104,37 @@ TEST(StudyTest, SettingsAreComparedAtTheBestLearningRateOfEach) {
                   .variants.empty());
 }
 
+TEST(StudyTest, TextFromFilesIsEscapedInEveryTable) {
+  auto folder = folder_of("unused", 2);
+  folder.study.own_settings = {
+      {"own_one", "own_one", {{"qk-group", "1`<i>`"}, {"v-group", "<u>\n# all"}}}};
+  folder.study.settings.emplace_back("own_one");
+  folder.plan = make_plan(folder.study);
+  auto results = results_of(folder, [](const PlannedRun& run, int64_t) { return seeded(run); });
+  results.runs[0].state = RunState::kFailed;
+  results.runs[0].error = "'/a <b>/c|d&e/[x](y)' failed\n| | `*`";
+  results.problems = {"packed/seed-1: <script>alert(1)</script>"};
+  auto analysis = analyze(folder, results);
+  for (auto& setting : analysis.main.settings) {
+    if (setting.name == "own_one") setting.title = "a\"b_c\\d{$&#%^~}<e>|";
+  }
+  const auto markdown = to_markdown(folder, results, analysis, {});
+  for (const char* raw : {"<b>", "<i>", "<u>", "<script>", "</script>", "<e>", "[x](", "c|d"}) {
+    EXPECT_EQ(markdown.find(raw), std::string::npos) << raw;
+  }
+  for (const char* escaped :
+       {"'/a &lt;b&gt;/c\\|d&amp;e/\\[x\\](y)' failed \\| \\| \\`\\*\\`\n",
+        "&lt;script&gt;alert(1)&lt;/script&gt;\n", "own\\_one, defined by this study:"}) {
+    EXPECT_NE(markdown.find(escaped), std::string::npos) << escaped << markdown.substr(0, 500);
+  }
+  EXPECT_NE(to_csv(analysis).find(",own_one,\"a\"\"b_c\\d{$&#%^~}<e>|\","), std::string::npos);
+  EXPECT_NE(
+      to_latex(analysis).find(
+          "a\"b\\_c\\textbackslash{}d\\{\\$\\&\\#\\%\\textasciicircum{}"
+          "\\textasciitilde{}\\}<e>|"),
+      std::string::npos);
+}
+
 TEST(StudyTest, UnreadableAndUnfinishedRunsDoNotCount) {
   const auto folder = folder_of("unused", 3);
   auto results = results_of(folder, [](const PlannedRun& run, int64_t) { return seeded(run); });

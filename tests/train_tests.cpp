@@ -275,7 +275,7 @@ TEST_F(TrainTest, ALossThatIsNoNumberStopsAndKeepsTheLastGoodCheckpoint) {
 }
 
 TEST_F(TrainTest, NothingThatIsNotFiniteIsSaved) {
-  const auto diverging = config("run", {{"adamw-lr", "1e39"}, {"checkpoint-interval", "1"}});
+  const auto diverging = config("run", {{"adamw-lr", "1e38"}, {"checkpoint-interval", "1"}});
   EXPECT_NE(
       error_of<std::runtime_error>([&] { train(diverging, {}); }).find("step 1"),
       std::string::npos);

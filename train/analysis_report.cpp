@@ -213,7 +213,7 @@ std::string to_json(const CheckpointAnalysis& analysis) {
       {"held_out_noise", analysis.held_out_noise}};
   for (const auto& matrix : analysis.matrices)
     json["matrices"].push_back(to_json(matrix, analysis.lr));
-  return json.dump(1) + "\n";
+  return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace train

@@ -13,6 +13,7 @@
 #include "train/checkpoint.h"
 #include "train/config.h"
 #include "train/direct_test.h"
+#include "train/memory.h"
 #include "train/recipe.h"
 
 namespace train {
@@ -62,6 +63,7 @@ Config config_of(const AnalyzeOptions& options, const Place& place) {
   auto config = configure(read_options(place.run + "/config.toml"));
   if (!options.data.empty()) config.data = options.data;
   if (options.threads > 0) config.threads = options.threads;
+  require_training_memory(config);
   return with_engine(without_missing_engines(config));
 }
 

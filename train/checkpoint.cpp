@@ -7,10 +7,11 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "train/errors.h"
 #include "train/files.h"
+#include "train/json.h"
 #include "train/safetensors.h"
 
 namespace train {
@@ -114,22 +115,17 @@ int64_t step_of(const fs::path& path) {
   return error == std::errc() && rest == end && step >= 0 ? step : -1;
 }
 
-ordered_json read_json(const std::string& path) {
-  const auto json = ordered_json::parse(read_text(path), nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(json.is_object(), "'", path, "' is damaged: not valid JSON");
-  return json;
-}
-
 // Checks more than tensor shapes: the same shape can mean different heads.
 void require_same_model(const std::string& checkpoint, const gpt::ModelShape& shape) {
   const auto json = read_json(checkpoint + kStateFile);
   if (!json.contains("model")) return;  // from a version that did not record the model
-  const auto wanted = shape_json(shape);
+  const auto& found = json["model"];
+  const nlohmann::json wanted = shape_json(shape);
   for (const auto& [name, value] : wanted.items()) {
+    if (!found.is_object() || !found.contains(name)) continue;
     TORCH_CHECK_VALUE(
-        json["model"].value(name, value) == value, "checkpoint '", checkpoint,
-        "' is from a different model: ", name, " = ", json["model"][name].dump(), ", not ",
-        value.dump());
+        found[name] == value, "checkpoint '", checkpoint, "' is from a different model: ", name,
+        " = ", found[name].dump(), ", not ", value.dump());
   }
 }
 
@@ -186,6 +182,9 @@ std::string save_checkpoint(
 
 Place locate(const std::string& path) {
   fs::path place = normal_path(path);
+  TORCH_CHECK_VALUE(
+      fs::exists(place), "there is no folder '", path,
+      "'; give the folder of a run or of one of its checkpoints");
   if (fs::exists(place / "config.toml")) return {place.string(), ""};
   // RUN/checkpoints/step-000125, possibly relative to a folder inside the run
   if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
@@ -285,10 +284,8 @@ std::string damage(const std::string& checkpoint, bool weights_only) {
       }
     }
     read_state(checkpoint);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
   } catch (const std::exception& error) {
-    return error.what();
+    return message_of(error);
   }
   return "";
 }

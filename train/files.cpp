@@ -1,9 +1,9 @@
 #include "train/files.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -11,7 +11,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -25,6 +24,80 @@ namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& path, const char* what) {
   throw std::runtime_error("'" + path + "' " + what + ": " + std::strerror(errno));
+}
+
+// Writes everything, however little the system takes at a time.
+void write_all(int descriptor, std::string_view text, const std::string& path) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(descriptor, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail(path, "cannot be written");
+    text.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+// Whether the path is one of this process's open files, such as /proc/self/fd/1, which /dev/stdout leads to.
+bool is_open_file(const fs::path& path) {
+  std::error_code missing;
+  const auto folder = fs::canonical(path.parent_path(), missing);
+  return folder == "/proc/" + std::to_string(::getpid()) + "/fd";
+}
+
+// The path behind symbolic links. The last one may lead to a file that does not exist yet.
+std::string followed(const std::string& path) {
+  constexpr int kMostLinks = 40;  // as in Linux
+  fs::path place = path;
+  for (int links = 0; links < kMostLinks; ++links) {
+    std::error_code error;
+    if (!fs::is_symlink(fs::symlink_status(place, error)) || is_open_file(place)) {
+      return place.string();
+    }
+    const fs::path target = fs::read_symlink(place, error);
+    if (error) break;
+    place = place.parent_path() / target;
+  }
+  errno = ELOOP;
+  fail(path, "cannot be written");
+}
+
+// Whether the path, without links, is a regular file or nothing yet. Devices and pipes are not. A folder is an error.
+bool is_replaceable(const std::string& path) {
+  std::error_code error;
+  const auto type = fs::symlink_status(path, error).type();
+  if (type == fs::file_type::directory) {
+    throw std::runtime_error("'" + path + "' is a folder, not a file");
+  }
+  return type == fs::file_type::regular || type == fs::file_type::not_found;
+}
+
+// Writes to a device, a pipe or an open file. An open file is shared, so that it goes on where others left off.
+void write_directly(const std::string& path, std::string_view text) {
+  const int descriptor =
+      is_open_file(path)
+          ? ::fcntl(std::stoi(fs::path(path).filename().string()), F_DUPFD_CLOEXEC, 0)
+          : ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  if (descriptor < 0) fail(path, "cannot be written");
+  try {
+    write_all(descriptor, text, path);
+  } catch (...) {
+    ::close(descriptor);
+    throw;
+  }
+  if (::close(descriptor) != 0) fail(path, "cannot be written");
+}
+
+// A lock on the whole file that belongs to the open file: the kernel drops it with the process, and it can be asked
+// for without being taken.
+struct flock whole_file(short type) {
+  struct flock lock = {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  return lock;
+}
+
+// Beside the file, since a rename stays within a file system.
+std::string temporary_for(const std::string& path) {
+  return path + "." + std::to_string(::getpid()) + ".tmp";
 }
 
 // Tables for processing eight bytes at a time: table[k][b] is the CRC of byte b followed by k zero bytes.
@@ -88,33 +161,38 @@ OutputFile::~OutputFile() { ::close(descriptor_); }
 void OutputFile::write(const void* bytes, size_t count) {
   crc_ = crc32c(crc_, bytes, count);
   bytes_ += static_cast<int64_t>(count);
-  const auto* at = static_cast<const char*>(bytes);
-  while (count > 0) {
-    const ssize_t written = ::write(descriptor_, at, count);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail(path_, "cannot be written");
-    at += written;
-    count -= static_cast<size_t>(written);
-  }
+  write_all(descriptor_, {static_cast<const char*>(bytes), count}, path_);
 }
 
 void OutputFile::sync() {
   if (::fsync(descriptor_) != 0) fail(path_, "cannot be written");
 }
 
-void replace_file(const std::string& path, std::string_view text) {
-  const std::string temporary = path + "." + std::to_string(::getpid()) + ".tmp";
+void replace_file(const std::string& given, std::string_view text) {
+  const std::string path = followed(given);
+  if (!is_replaceable(path)) return write_directly(path, text);
+  const std::string temporary = temporary_for(path);
   try {
     OutputFile file(temporary);
     file.write(text);
     file.sync();
+    if (::rename(temporary.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
   } catch (...) {
     ::unlink(temporary.c_str());
     throw;
   }
-  if (::rename(temporary.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
   const std::string folder = fs::path(path).parent_path().string();
   sync_folder(folder.empty() ? "." : folder);
+}
+
+void check_replaceable(const std::string& given) {
+  const std::string path = followed(given);
+  if (!is_replaceable(path)) return;
+  const std::string temporary = temporary_for(path);
+  {
+    const OutputFile file(temporary);
+  }
+  ::unlink(temporary.c_str());
 }
 
 std::string normal_path(const std::string& path) {
@@ -163,11 +241,12 @@ FolderLock::FolderLock(const std::string& folder)
     // Locks a file, not the folder: on a network file system only file locks reach other machines.
     : descriptor_(::open((folder + kLockFile).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
   if (descriptor_ < 0) fail(folder, "cannot be locked");
-  if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
+  auto lock = whole_file(F_WRLCK);
+  if (::fcntl(descriptor_, F_OFD_SETLK, &lock) == 0) return;
   const int error = errno;
   ::close(descriptor_);
   errno = error;
-  if (error == EWOULDBLOCK) {
+  if (error == EAGAIN || error == EACCES) {
     throw FolderBusy("another process is training in '" + folder + "'");
   }
   fail(folder, "cannot be locked");
@@ -179,28 +258,43 @@ bool is_locked(const std::string& folder) {
   // Opened for reading, so that it works without write access to the run.
   const int descriptor = ::open((folder + kLockFile).c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) return false;
-  const bool busy = ::flock(descriptor, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  auto lock = whole_file(F_RDLCK);
+  const bool known = ::fcntl(descriptor, F_OFD_GETLK, &lock) == 0;
   ::close(descriptor);
-  return busy;
+  return known && lock.l_type != F_UNLCK;
 }
 
 std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seconds) {
   using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::duration<double, std::milli>;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-  for (;;) {
+  // Hundreds of processes may wait, also over a network: they ask less and less often, and not all at once.
+  const double own_pace = 1.2 + 0.1 * (::getpid() % 8);
+  for (Milliseconds pause(5);; pause = std::min(pause * own_pace, Milliseconds(250))) {
     try {
       return std::make_shared<FolderLock>(folder);
     } catch (const FolderBusy&) {
       if (Clock::now() > end) return nullptr;
-      std::this_thread::sleep_for(std::chrono::milliseconds(25));
+      std::this_thread::sleep_for(pause);
     }
   }
 }
 
 std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) fail(path, "cannot be read");
-  return {std::istreambuf_iterator<char>(file), {}};
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) fail(path, "cannot be read");
+  std::string text;
+  std::vector<char> chunk(size_t{1} << 16);
+  ssize_t count = 0;
+  while ((count = ::read(descriptor, chunk.data(), chunk.size())) != 0) {
+    if (count > 0) text.append(chunk.data(), static_cast<size_t>(count));
+    if (count < 0 && errno != EINTR) break;
+  }
+  const int error = errno;
+  ::close(descriptor);
+  errno = error;
+  if (count < 0) fail(path, "cannot be read");
+  return text;
 }
 
 }  // namespace train

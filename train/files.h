@@ -39,8 +39,12 @@ class OutputFile {
   uint32_t crc_ = 0;
 };
 
-/// Replaces the file's contents atomically: writes a temporary file, syncs it and renames it.
+/// Replaces the file's contents atomically: writes a temporary file, syncs it and renames it. A symbolic link stays,
+/// and the file it leads to is replaced. Devices, pipes and /dev/stdout are written to. A folder is an error.
 void replace_file(const std::string& path, std::string_view text);
+
+/// Throws if replace_file() would fail because of the path. Changes nothing.
+void check_replaceable(const std::string& path);
 
 /// The path without . and .. (where possible) and without a trailing slash.
 std::string normal_path(const std::string& path);
@@ -74,8 +78,7 @@ class FolderLock {
   int descriptor_;
 };
 
-/// Whether a process has locked the folder; false if the lock file cannot be read. The check itself locks a free
-/// folder for a moment.
+/// Whether a process has locked the folder; false if the lock file cannot be read. The check takes no lock itself.
 bool is_locked(const std::string& folder);
 
 /// Waits for the lock. Returns null if it is not free within `seconds`.

@@ -1,8 +1,9 @@
 #include "train/metrics.h"
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <sstream>
+
+#include "train/json.h"
 
 namespace train {
 
@@ -11,9 +12,11 @@ std::string cut_back(const std::string& path, const std::function<bool(int64_t, 
   std::istringstream lines(read_text(path));
   std::string kept;
   for (std::string line; std::getline(lines, line);) {
-    const auto entry = nlohmann::json::parse(line, nullptr, false);
-    if (!entry.is_object() || !entry.contains("step")) continue;
-    if (keep(entry["step"], entry.contains("validation_loss"))) kept.append(line).append("\n");
+    const auto entry = parse_json(line);
+    if (!entry || !entry->is_object() || !entry->contains("step")) continue;
+    const auto& step = (*entry)["step"];
+    if (!step.is_number_integer()) continue;
+    if (keep(step, entry->contains("validation_loss"))) kept.append(line).append("\n");
   }
   replace_file(path, kept);
   return path;

@@ -71,6 +71,7 @@ void check_fraction(const char* key, double value) {
 
 void check(const Config& config) {
   constexpr int64_t kMost = int64_t{1} << 31;  // the product of any two fits in int64_t
+  constexpr double kLargestNumber = 1e38;      // products in fp32 are still finite
   for (const auto& key : config_keys()) {
     if (const auto* option = std::get_if<const group_muon::Option*>(&key.member)) {
       (*option)->check(config.muon, key.name);
@@ -78,11 +79,15 @@ void check(const Config& config) {
       check_range(key.name, config.**member, key.least, kMost);
     } else if (const auto* number = std::get_if<double Config::*>(&key.member)) {
       TORCH_CHECK_VALUE(
-          config.**number >= 0 && std::isfinite(config.**number), key.name,
-          " should be 0 or more, not ", config.**number);
+          config.**number >= 0, key.name, " should be 0 or more, not ", config.**number);
+      TORCH_CHECK_VALUE(
+          config.**number <= kLargestNumber, key.name, " should be at most ", kLargestNumber,
+          ", not ", config.**number);
     }
   }
   check_range("threads", config.threads, 0, 1024);
+  check_range("heads", config.heads, 1, 65536);
+  check_range("iterations", config.iterations, 1, 100);
   TORCH_CHECK_VALUE(
       config.warmup + config.warmdown <= config.steps, "warmup + warmdown should be at most ",
       config.steps, " steps, not ", config.warmup, " + ", config.warmdown,

@@ -2,9 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
+
+#include "train/json.h"
 
 namespace train {
 namespace {
@@ -28,11 +32,77 @@ const char* name_of(torch::ScalarType type) {
   TORCH_CHECK_TYPE(false, "tensors of type ", type, " cannot be saved");
 }
 
-torch::ScalarType type_of(const std::string& name) {
-  for (const auto& entry : kTypes) {
-    if (name == entry.name) return entry.type;
+constexpr uint64_t kLargestHeader = 100'000'000;  // as in other libraries
+
+// Where a tensor lies in the file's data, as the header says.
+struct Entry {
+  std::string name;
+  torch::ScalarType type = at::kFloat;
+  std::vector<int64_t> shape;
+  uint64_t begin = 0, end = 0;
+};
+
+// Throws with the file's path and what is wrong with it.
+template <typename... Why>
+void check(bool good, const std::string& path, const Why&... why) {
+  TORCH_CHECK_VALUE(good, "'", path, "' is damaged: ", why...);
+}
+
+// A list of whole numbers, each 0 or more. Nothing if it is anything else, such as a fraction.
+std::optional<std::vector<int64_t>> whole_numbers(const nlohmann::json& entry, const char* key) {
+  if (!entry.is_object() || !entry.contains(key) || !entry[key].is_array()) return std::nullopt;
+  std::vector<int64_t> numbers;
+  for (const auto& item : entry[key]) {
+    if (!item.is_number_unsigned() || item.get<uint64_t>() > INT64_MAX) return std::nullopt;
+    numbers.push_back(item.get<int64_t>());
   }
-  TORCH_CHECK_TYPE(false, "type ", name, " is not supported");
+  return numbers;
+}
+
+Entry entry_of(const std::string& name, const nlohmann::json& json, const std::string& path) {
+  const auto shape = whole_numbers(json, "shape"), offsets = whole_numbers(json, "data_offsets");
+  check(shape.has_value(), path, name, " has no shape of whole numbers");
+  check(
+      offsets && offsets->size() == 2 && offsets->front() <= offsets->back(), path, name,
+      " has no begin and end in the file");
+  check(json.contains("dtype") && json["dtype"].is_string(), path, name, " has no type");
+  const auto type = std::find_if(std::begin(kTypes), std::end(kTypes), [&](const TypeName& known) {
+    return json["dtype"].get_ref<const std::string&>() == known.name;
+  });
+  TORCH_CHECK_VALUE(
+      type != std::end(kTypes), "'", path, "': ", name, " has the type ",
+      json["dtype"].get<std::string>(), ", which is not supported");
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(type->type));
+  bool fits = true;
+  for (const int64_t length : *shape) fits = !__builtin_mul_overflow(bytes, length, &bytes) && fits;
+  check(
+      fits && bytes == offsets->back() - offsets->front(), path, name,
+      " has a size that does not match its shape");
+  return {
+      name, type->type, *shape, static_cast<uint64_t>(offsets->front()),
+      static_cast<uint64_t>(offsets->back())};
+}
+
+// The header's entries in the order of their data, which must fill the `bytes` after the header without gap or overlap.
+std::vector<Entry> entries_of(
+    const nlohmann::json& header, uint64_t bytes, const std::string& path) {
+  std::vector<Entry> entries;
+  for (const auto& [name, json] : header.items()) {
+    if (name != "__metadata__") entries.push_back(entry_of(name, json, path));
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+  });
+  uint64_t end = 0;
+  for (const auto& entry : entries) {
+    check(
+        entry.begin == end, path, entry.name,
+        entry.begin < end ? " overlaps another tensor" : " begins after a gap");
+    end = entry.end;
+  }
+  check(end <= bytes, path, "it ends before its tensors do");
+  check(end == bytes, path, bytes - end, " bytes at its end belong to no tensor");
+  return entries;
 }
 
 }  // namespace
@@ -63,48 +133,27 @@ void save_tensors(
 }
 
 std::map<std::string, Tensor> load_tensors(const std::string& path) {
-  const auto check = [&](bool good, const auto&... why) {
-    TORCH_CHECK_VALUE(good, "'", path, "' is damaged: ", why...);
-  };
-  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK_VALUE(!std::filesystem::is_directory(path), "'", path, "' is a folder, not a file");
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
   TORCH_CHECK_VALUE(file, "'", path, "' cannot be read");
-  const uint64_t file_size = std::filesystem::file_size(path);
+  const auto file_size = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
+  file.seekg(0);
   uint64_t header_size = 0;
-  check(file_size >= sizeof header_size, "it is too short");
+  check(file_size >= sizeof header_size, path, "it is too short");
   file.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
-  check(header_size <= file_size - sizeof header_size, "it is shorter than its header says");
+  check(header_size <= file_size - sizeof header_size, path, "it is shorter than its header says");
+  check(header_size <= kLargestHeader, path, "its header of ", header_size, " bytes is too large");
   std::string text(header_size, '\0');
   file.read(text.data(), static_cast<std::streamsize>(header_size));
-  const auto header = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
-  check(header.is_object(), "its header is not valid JSON");
-  const uint64_t first = sizeof header_size + header_size;
+  const auto header = parse_json(text);
+  check(header && header->is_object(), path, "its header is not a valid JSON object");
   std::map<std::string, Tensor> tensors;
-  for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") continue;
-    std::vector<int64_t> shape;
-    std::vector<uint64_t> offsets;
-    torch::ScalarType type = at::kFloat;
-    try {
-      entry.at("shape").get_to(shape);
-      entry.at("data_offsets").get_to(offsets);
-      type = type_of(entry.at("dtype").get<std::string>());
-    } catch (const std::exception&) {
-      check(false, "the entry of ", name, " cannot be read");
-    }
-    check(
-        offsets.size() == 2 && offsets[0] <= offsets[1] && offsets[1] <= file_size - first, name,
-        " extends past the end of the file");
-    uint64_t bytes = c10::elementSize(type);
-    for (const int64_t length : shape) {
-      check(length >= 0, name, " has a negative size");
-      bytes *= static_cast<uint64_t>(length);
-    }
-    check(bytes == offsets[1] - offsets[0], name, " has a size that does not match its shape");
-    const Tensor tensor = at::empty(shape, type);
-    file.seekg(static_cast<std::streamoff>(first + offsets[0]));
-    file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(bytes));
-    check(static_cast<bool>(file), name, " cannot be read");
-    tensors.emplace(name, tensor);
+  for (const auto& entry :
+       entries_of(*header, file_size - sizeof header_size - header_size, path)) {
+    const Tensor tensor = at::empty(entry.shape, entry.type);
+    file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));
+    check(static_cast<bool>(file), path, entry.name, " cannot be read");
+    tensors.emplace_hint(tensors.end(), entry.name, tensor);
   }
   return tensors;
 }

@@ -19,7 +19,8 @@ void save_tensors(
     OutputFile& file, const NamedTensors& tensors,
     const std::map<std::string, std::string>& metadata);
 
-/// All tensors of a file, on the CPU. For a damaged file, the error says what is wrong.
+/// All tensors of a file, on the CPU. For a damaged file, the error says what is wrong: tensors must fill the file
+/// without gap or overlap, and every size must fit its shape.
 std::map<std::string, torch::Tensor> load_tensors(const std::string& path);
 
 }  // namespace train

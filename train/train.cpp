@@ -19,6 +19,7 @@
 #include "train/errors.h"
 #include "train/files.h"
 #include "train/machine.h"
+#include "train/memory.h"
 #include "train/metrics.h"
 #include "train/recipe.h"
 
@@ -500,6 +501,7 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
       fs::absolute(config.out) != config.data, "out and data should be different folders");
   refuse_existing(config);
   to_toml(config);  // throws if the config cannot be written
+  require_training_memory(config);
   at::set_num_threads(static_cast<int>(config.threads));
   Trainer trainer(config, listener);
   trainer.start("");
@@ -623,6 +625,7 @@ Outcome resume(const Run& run, const Listener& listener) {
   if (listener.note) {
     for (const auto& note : run.notes) listener.note(note);
   }
+  require_training_memory(run.config);
   at::set_num_threads(static_cast<int>(run.config.threads));
   Trainer trainer(run.config, listener);
   trainer.start(run.checkpoint);

@@ -120,6 +120,17 @@ def test_tables_have_the_papers_layout(study):
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
+def test_names_of_files_are_text_in_the_tables(copy, tmp_path):
+    folder = shutil.move(copy, tmp_path / "a <b>|c")
+    (folder / "packed/seed-0/config.toml").write_text("[model]\nlayers = '<i>x'\n")
+    (folder / "qk-1/seed-0/config.toml").unlink()
+    (folder / "qk-1/seed-0/config.toml").mkdir()
+    program("report", folder, "--no-figures")
+    markdown = (folder / "report/table.md").read_text()
+    assert "<b>" not in markdown and "<i>" not in markdown
+    assert "a &lt;b&gt;\\|c" in markdown and "&lt;i&gt;x" in markdown, markdown[:1000]
+
+
 def test_figures_are_drawn_as_svg_and_png(study):
     for name in FIGURES:
         svg = (study / f"report/figures/{name}.svg").read_text()

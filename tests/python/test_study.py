@@ -1,12 +1,14 @@
 """group-muon study with real processes: killed, failed, in parallel, and under a real Slurm."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import time
 
@@ -39,6 +41,7 @@ name = "exploding"
 settings = ["packed"]
 options = { muon-lr = 1e38 }
 """
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 SETTINGS = ("packed", "three-way", "qk-2-random")
 TABLES = ("table.md", "table.csv", "table.tex")
 
@@ -360,6 +363,72 @@ def test_damaged_results_are_failures_of_their_run_alone(finished, tmp_path):
     assert values(copy / "packed/seed-0", "validation_loss") == values(
         out / "packed/seed-0", "validation_loss"
     )
+
+
+def test_a_result_that_differs_from_the_metrics_is_not_believed(finished, tmp_path):
+    _, out, _, _ = finished
+    copy = shutil.copytree(out, tmp_path / "copy")
+    result = copy / "packed/seed-0/result.json"
+    true = result.read_text()
+    result.write_text('{"validation_loss":1.5}\n')
+    listed = program("study", copy, "--list").stdout
+    assert "failed: result.json says 1.5 but metrics.jsonl says " in listed
+    (copy / "packed/seed-1/metrics.jsonl").write_text("")
+    assert (
+        "metrics.jsonl has no validation after step 12" in program("study", copy, "--list").stdout
+    )
+    assert "4 of 6 runs are finished" in tables(copy)["table.md"]
+    assert "5 of 6 done" in program("study", copy, "--retry", check=False).stdout
+    assert result.read_text() == true
+
+
+def test_the_last_words_name_no_file_that_is_not_there(finished, tmp_path):
+    copy = shutil.copytree(finished[1], tmp_path / "copy")
+    (copy / "packed/seed-0/result.json").write_text("{}")
+    done = program("study", copy, check=False)
+    assert done.returncode == 1 and not of_runs(copy, "error.txt")
+    assert "error.txt" not in done.stdout and f"group-muon study {copy} --list" in done.stdout
+
+
+def test_dozens_of_readers_and_array_tasks_disturb_nobody(finished, study, tmp_path):
+    _, _, expected, data = finished
+    out = tmp_path / "busy"
+    stopped = program(
+        "study", study(), "--data", data, "--out", out, "--slurm", env={"PATH": "/nowhere"}, check=False
+    )  # fmt: skip
+    assert "cannot start sbatch" in stopped.stderr
+    (out / "data.json").unlink()  # as if killed before it was written: every task wants to write it
+    with open(out / "lock", "w") as lock:  # somebody is slow in the study's folder
+        fcntl.fcntl(lock, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))  # F_OFD_SETLK
+        names = [f"{name}/seed-{seed}" for name in SETTINGS for seed in (0, 1)]
+        words = [[PROGRAM, "study", "run", str(out), name, "--threads", "1"] for name in names]
+        tasks = [subprocess.Popen(word, **QUIET) for word in words * 4]
+        for _ in range(12):  # readers need no lock
+            assert "6 runs" in program("study", out, "--list").stdout
+        assert all(task.poll() in (None, 75) for task in tasks)
+    readers = [subprocess.Popen([PROGRAM, "study", str(out), "--list"], **QUIET) for _ in range(12)]
+    codes = [process.wait(timeout=300) for process in tasks + readers]
+    assert set(codes) <= {0, 75}, codes
+    assert not of_runs(out, "error.txt")
+    program("study", out)
+    assert set(starts(out).values()) == {1}
+    assert tables(out) == expected
+
+
+def test_runs_have_the_programs_name(finished, study, tmp_path):
+    _, _, _, data = finished
+    file = study(STUDY.replace("steps = 12", "steps = 4000"))
+    out = tmp_path / "named"
+    words = [PROGRAM, "study", str(file), "--data", str(data), "--out", str(out), "--jobs", "1"]
+    worker = subprocess.Popen(words, **QUIET)
+    until((out / "packed/seed-0/metrics.jsonl").exists)
+    names = {}
+    for process in set(processes_of(out)) - {worker.pid}:
+        with open(f"/proc/{process}/cmdline") as line, open(f"/proc/{process}/comm") as name:
+            names[line.read().split("\0")[0]] = name.read().strip()
+    worker.send_signal(signal.SIGTERM)
+    worker.wait(timeout=60)
+    assert names == {"group-muon": "group-muon"}
 
 
 def test_a_stop_while_runs_start_is_no_failure(finished, study, tmp_path):

@@ -283,7 +283,7 @@ class TestWhatAPersonSees:
             (["a.toml", "b.toml"], "unexpected argument 'b.toml'"),
             (["nowhere.toml"], "there is no file 'nowhere.toml'"),
             (["/tmp"], "there is no file '/tmp'"),
-            (["--resume", ""], "contains no run"),
+            (["--resume", ""], "--resume is given an empty value"),
             (["--layers", "many"], "layers should be a whole number, not 'many'"),
         ],
     )

@@ -11,7 +11,7 @@
 #include "gpt/model.h"
 #include "group_muon/assemble.h"
 #include "train/recipe.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {

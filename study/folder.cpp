@@ -11,7 +11,7 @@
 
 #include "train/files.h"
 #include "train/recipe.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {
@@ -34,9 +34,9 @@ std::string text_if_any(const std::string& path) {
 void find_runs(const fs::path& place, int levels, std::vector<std::string>& found) {
   for (const auto& entry : fs::directory_iterator(place)) {
     if (!entry.is_directory()) continue;
-    if (fs::exists(entry.path() / "config.toml")) {
+    if (train::has_run(entry.path().string())) {
       found.push_back(entry.path().string());
-    } else if (levels > 1 && entry.path().filename() != "checkpoints") {
+    } else if (levels > 1 && entry.path().filename() != train::kCheckpointsFolder + 1) {
       find_runs(entry.path(), levels - 1, found);
     }
   }
@@ -137,7 +137,7 @@ train::Config config_of(
 
 std::string difference_of(const Folder& folder, const PlannedRun& run) {
   const std::string path = folder_of(folder, run);
-  if (!fs::exists(path + "/config.toml")) return "";
+  if (!train::has_run(path)) return "";
   try {
     const auto found = train::config_of_run(path);
     auto planned = train::filled_in(config_of(folder, run), found);
@@ -174,7 +174,8 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
 
 double fraction_done(const Folder& folder, const PlannedRun& run) {
   constexpr std::streamoff kTail = 8192;  // a few lines
-  std::ifstream file(folder_of(folder, run) + "/metrics.jsonl", std::ios::binary | std::ios::ate);
+  std::ifstream file(
+      folder_of(folder, run) + train::kMetricsFile, std::ios::binary | std::ios::ate);
   if (!file) return 0;
   const std::streamoff size = file.tellg();
   file.seekg(std::max<std::streamoff>(0, size - kTail));

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "study/cost.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {

@@ -116,6 +116,9 @@ Options read_options(const std::string& path);
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
 
+/// All keys with the values they have in the config.
+Options options_of(const Config& config);
+
 /// Applies the options to the config; later ones win. `qkv = packed` clears head groups set before it.
 Config configure(const Options& options, Config config = {});
 

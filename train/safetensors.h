@@ -22,4 +22,7 @@ void save_tensors(
 /// All tensors of a file, on the CPU. For a damaged file, the error says what is wrong.
 std::map<std::string, torch::Tensor> load_tensors(const std::string& path);
 
+/// The metadata of a file, without reading its tensors.
+std::map<std::string, std::string> load_metadata(const std::string& path);
+
 }  // namespace train

@@ -1,7 +1,9 @@
 // group-muon: one program with a subcommand for each task.
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -20,6 +22,14 @@ namespace {
 
 constexpr int kWrongUse = 2;
 
+// Opens /dev/null in place of standard streams that are closed. Otherwise the next file to be opened would get their
+// numbers, and what is printed would end up in it.
+void open_standard_streams() {
+  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(descriptor, F_GETFD) < 0) open("/dev/null", O_RDWR);  // gets the lowest free number
+  }
+}
+
 // Prints the error as one line.
 int complain(std::string message, int code) {
   end_live();
@@ -36,6 +46,7 @@ int complain(std::string message, int code) {
 // Options that are declared wrongly should end the program. NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   prctl(PR_SET_NAME, "group-muon");  // a study starts its runs by another name
+  cli::open_standard_streams();
   // Activations are allocated and freed at every step: keep freed memory instead of returning it to the system.
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());

@@ -9,9 +9,9 @@
 #include "cli/commands.h"
 #include "gpt/generate.h"
 #include "gpt/tokenizer.h"
-#include "train/checkpoint.h"
 #include "train/memory.h"
 #include "train/recipe.h"
+#include "train/run.h"
 
 namespace cli {
 namespace {
@@ -24,40 +24,23 @@ struct SampleArguments {
   gpt::GenerateOptions options;
 };
 
-std::string choose(const train::Place& place, const SampleArguments& arguments) {
-  const bool named = !place.checkpoint.empty();
+gpt::Vocabulary vocabulary_of(const std::string& folder, const std::string& given) {
+  const std::string own = folder + train::kVocabularyFile;
   TORCH_CHECK_VALUE(
-      !named || !arguments.best,
-      "--best chooses among the checkpoints of a run; give the run, not a checkpoint");
-  const auto all = train::list_checkpoints(place.run);
-  TORCH_CHECK_VALUE(!all.empty(), "'", arguments.run, "' has no checkpoint yet");
-  const std::string chosen = named            ? place.checkpoint
-                             : arguments.best ? train::best_checkpoint(all)
-                                              : all.back();
-  TORCH_CHECK_VALUE(
-      !chosen.empty(), "no checkpoint of '", arguments.run,
-      "' has a validation loss; remove --best");
-  train::require_whole(chosen, all, /*weights_only=*/true, "use ");
-  return chosen;
-}
-
-gpt::Vocabulary vocabulary_of(const train::Place& place, const std::string& given) {
-  const std::string own = place.run + "/vocabulary.tiktoken";
-  TORCH_CHECK_VALUE(
-      !given.empty() || std::filesystem::exists(own), "'", place.run,
+      !given.empty() || std::filesystem::exists(own), "'", folder,
       "' has no vocabulary.tiktoken; set --vocabulary to gpt2 or a file");
   return gpt::Vocabulary::from_file(given.empty() ? own : given);
 }
 
 void run(const SampleArguments& arguments) {
-  const auto place = train::locate(arguments.run);
-  const std::string checkpoint = choose(place, arguments);
-  const auto config = train::configure(train::read_options(place.run + "/config.toml"));
+  const auto saved =
+      train::read_trained_run(arguments.run, {.best = arguments.best, .weights_only = true});
+  const auto& config = saved.config;
   train::require_model_memory(config);
   gpt::Model model(train::model_shape(config), torch::kFloat32, /*seed=*/0);
-  train::load_weights(checkpoint, model);
+  train::load_weights(saved.checkpoint, model);
 
-  const auto vocabulary = vocabulary_of(place, arguments.vocabulary);
+  const auto vocabulary = vocabulary_of(config.out, arguments.vocabulary);
   TORCH_CHECK_VALUE(
       vocabulary.size() <= config.vocabulary, "the vocabulary has ", vocabulary.size(),
       " entries, but the model only has ", config.vocabulary);

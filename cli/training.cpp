@@ -89,13 +89,17 @@ void catch_stop_signals() {
   struct sigaction action = {};
   action.sa_handler = ask_to_stop;
   action.sa_flags = SA_RESTART;
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  sigset_t both;  // a study starts its runs with these blocked
-  sigemptyset(&both);
-  sigaddset(&both, SIGINT);
-  sigaddset(&both, SIGTERM);
-  sigprocmask(SIG_UNBLOCK, &both, nullptr);
+  sigset_t stops;  // a study starts its runs with some of these blocked
+  sigemptyset(&stops);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
+    struct sigaction before = {};
+    sigaction(signal, nullptr, &before);
+    const bool may_be_ignored = signal == SIGHUP || signal == SIGPIPE;
+    if (may_be_ignored && before.sa_handler == SIG_IGN) continue;  // as nohup wants it
+    sigaction(signal, &action, nullptr);
+    sigaddset(&stops, signal);
+  }
+  sigprocmask(SIG_UNBLOCK, &stops, nullptr);
 }
 
 int stop_signal() { return stop; }

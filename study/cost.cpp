@@ -12,7 +12,7 @@
 #include "group_muon/assemble.h"
 #include "train/memory.h"
 #include "train/recipe.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {

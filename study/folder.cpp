@@ -13,7 +13,7 @@
 #include "train/files.h"
 #include "train/json.h"
 #include "train/recipe.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {
@@ -96,9 +96,9 @@ std::shared_ptr<train::FolderLock> lock_of(const Folder& folder) {
 void find_runs(const fs::path& place, int levels, std::vector<std::string>& found) {
   for (const auto& entry : fs::directory_iterator(place)) {
     if (!entry.is_directory()) continue;
-    if (fs::exists(entry.path() / "config.toml")) {
+    if (train::has_run(entry.path().string())) {
       found.push_back(entry.path().string());
-    } else if (levels > 1 && entry.path().filename() != "checkpoints") {
+    } else if (levels > 1 && entry.path().filename() != train::kCheckpointsFolder + 1) {
       find_runs(entry.path(), levels - 1, found);
     }
   }
@@ -198,7 +198,7 @@ train::Config config_of(
 
 std::string difference_of(const Folder& folder, const PlannedRun& run) {
   const std::string path = folder_of(folder, run);
-  if (!fs::exists(path + "/config.toml")) return "";
+  if (!train::has_run(path)) return "";
   try {
     const auto found = train::config_of_run(path);
     auto planned = train::filled_in(config_of(folder, run), found);

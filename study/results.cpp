@@ -14,7 +14,7 @@
 #include "train/errors.h"
 #include "train/files.h"
 #include "train/json.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {
@@ -46,7 +46,7 @@ void for_lines(const std::string& path, const std::function<void(const Json&)>& 
 void read_metrics(const std::string& folder, const train::Config& config, RunResult& result) {
   double optimizer = 0;
   int64_t steps = 0;
-  for_lines(folder + "/metrics.jsonl", [&](const Json& line) {
+  for_lines(folder + train::kMetricsFile, [&](const Json& line) {
     const auto step = line["step"].get<int64_t>();
     if (line.contains("validation_loss")) {
       const auto loss = line["validation_loss"].get<double>();
@@ -219,7 +219,7 @@ void read_run(const std::string& folder, RunResult& result) {
   // Paths on that machine mean nothing elsewhere.
   result.config.erase("out");
   result.config["data"] = fs::path(config.data).filename().string();
-  std::ifstream machines(folder + "/machine.jsonl");
+  std::ifstream machines(folder + train::kMachineFile);
   for (std::string line; std::getline(machines, line);) {
     auto machine = train::parse_json(line);
     if (machine && machine->is_object()) result.machines.push_back(std::move(*machine));
@@ -249,9 +249,9 @@ Results read_results(const Folder& folder) {
       TORCH_CHECK_VALUE(!damaged, status.error);
       if (status.state == RunState::kFinished) {
         result.loss = status.loss;
-        TORCH_CHECK_VALUE(fs::exists(path + "/config.toml"), "config.toml is missing");
+        TORCH_CHECK_VALUE(train::has_run(path), "config.toml is missing");
       }
-      if (fs::exists(path + "/config.toml")) {
+      if (train::has_run(path)) {
         const std::string difference = difference_of(folder, run);
         TORCH_CHECK_VALUE(difference.empty(), "differs from the study: ", difference);
         read_run(path, result);
@@ -259,7 +259,7 @@ Results read_results(const Folder& folder) {
     } catch (const std::exception& error) {
       complain(train::message_of(error));
     }
-    if (result.counts()) add_diagnostics(path + "/diagnostics.jsonl", result, results.problems);
+    if (result.counts()) add_diagnostics(path + train::kDiagnosticsFile, result, results.problems);
     results.runs.push_back(std::move(result));
   }
   note_mixtures(results);

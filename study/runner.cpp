@@ -34,15 +34,6 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// All keys, so that one that was removed from the study file is noticed.
-train::Options options_of(const train::Config& config) {
-  train::Options options;
-  for (const auto& key : train::config_keys()) {
-    options.emplace_back(key.name, train::get(config, key));
-  }
-  return options;
-}
-
 // Writes the reason to the log. Async-signal-safe calls only.
 [[noreturn]] void give_up(const char* what) {
   const char* why = std::strerror(errno);
@@ -98,6 +89,11 @@ std::string reason(int status, const std::string& run_folder) {
         signal == SIGKILL ? ", perhaps out of memory" : "", more);
   }
   return c10::str("ended with exit code ", WEXITSTATUS(status), more);
+}
+
+// Whether a process with this exit code was told to stop.
+bool was_stopped(int code) {
+  return code == 128 + SIGTERM || code == 128 + SIGINT || code == 128 + SIGHUP;
 }
 
 // All runs of a study and the processes that execute them.
@@ -205,9 +201,7 @@ void Runner::reap(Item& item) {
     item.status.state = RunState::kRunning;
   } else if (code == kRunUnknown) {
     item.gone = true;
-  } else if (
-      code == 128 + SIGTERM || code == 128 + SIGINT || signal == SIGTERM || signal == SIGINT ||
-      signal == SIGHUP) {
+  } else if (was_stopped(code) || was_stopped(128 + signal)) {
     item.status.state = RunState::kWaiting;
   } else if (signal == SIGKILL && !item.killed) {  // will resume from its checkpoint
     item.killed = true;
@@ -320,8 +314,8 @@ RunEnd run_here(
   const auto lock = train::wait_for_lock(path, 0);
   if (!lock) return RunEnd::kElsewhere;
   const auto drop_checkpoints = [&] {
-    if (!folder.study.keep_checkpoints && fs::exists(path + "/checkpoints")) {
-      train::delete_folder(path + "/checkpoints");
+    if (!folder.study.keep_checkpoints && fs::exists(path + train::kCheckpointsFolder)) {
+      train::delete_folder(path + train::kCheckpointsFolder);
     }
   };
   const bool damaged = has_result(path) && status_of(folder, run).state != RunState::kFinished;
@@ -336,12 +330,14 @@ RunEnd run_here(
   try {
     check_data(folder, read_data(folder));
     const auto config = config_of(folder, run, threads, device);
-    const bool begun = fs::exists(path + "/config.toml");
+    const bool begun = train::has_run(path);
     const auto outcome =
         begun
             ? train::resume(
                   train::open_run(
-                      path, options_of(train::filled_in(config, train::config_of_run(path))), lock),
+                      // All keys, so that one that was removed from the study file is noticed.
+                      path, train::options_of(train::filled_in(config, train::config_of_run(path))),
+                      lock),
                   listener)
             : train::train(config, listener, lock);
     if (outcome.stopped) return RunEnd::kStopped;

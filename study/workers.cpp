@@ -9,7 +9,7 @@
 
 #include "study/cost.h"
 #include "train/memory.h"
-#include "train/train.h"
+#include "train/run.h"
 
 namespace study {
 namespace {

@@ -74,6 +74,25 @@ TEST(FilesTest, ReplacingLeavesNothingBeside) {
       std::string::npos);
 }
 
+TEST(FilesTest, ALockOutlivesItsFileAndKnowsItsFolder) {
+  const TemporaryFolder folder;
+  make_folder(folder / "run");
+  const FolderLock lock(folder / "run");
+  EXPECT_THROW(FolderLock(folder / "run"), FolderBusy);
+  fs::remove(folder / "run/lock");
+  EXPECT_THROW(FolderLock(folder / "run"), FolderBusy);
+  lock.require_folder();
+  fs::rename(folder / "run", folder / "moved");
+  const auto why = error_of<FolderGone>([&] { lock.require_folder(); });
+  EXPECT_NE(why.find("moved to '" + (folder / "moved") + "'"), std::string::npos) << why;
+  make_folder(folder / "run");
+  const FolderLock other(folder / "run");  // another folder of that name
+  EXPECT_THROW(lock.require_folder(), FolderGone);
+  fs::remove_all(folder / "moved");
+  EXPECT_NE(
+      error_of<FolderGone>([&] { lock.require_folder(); }).find("was deleted"), std::string::npos);
+}
+
 TEST(SafetensorsTest, TensorsOfEveryTypeAndShapeComeBack) {
   const TemporaryFolder folder;
   const NamedTensors tensors = {
@@ -227,6 +246,25 @@ TEST(CheckpointTest, AnySpoiltByteIsFound) {
   EXPECT_NE(damage(run / "checkpoints/step-000001"), "");
 }
 
+TEST(CheckpointTest, AnyChangeOfItsStateIsFound) {
+  const TemporaryFolder run;
+  Trained a(1);
+  const auto path = save_checkpoint(
+      run.path(), a.model, a.optimizers,
+      {.step = 1, .validation_loss = 2.5, .config = {{"steps", "40"}}});
+  EXPECT_EQ(read_state(path).config, (Options{{"steps", "40"}}));
+  const std::string whole = read_text(path + "/state.json");
+  for (size_t at = 0; at < whole.size(); ++at) {
+    std::string text = whole;
+    if (text[at] == '\n' || text[at] == ' ') continue;  // only its meaning counts
+    text[at] = text[at] == '7' ? '8' : '7';
+    std::ofstream(path + "/state.json") << text;
+    EXPECT_NE(damage(path), "") << text;
+  }
+  std::ofstream(path + "/state.json") << whole;
+  EXPECT_EQ(damage(path), "");
+}
+
 TEST(CheckpointTest, AnotherShapeIsRefusedByName) {
   const TemporaryFolder run;
   Trained a(1);
@@ -256,6 +294,24 @@ TEST(MetricsTest, AResumedLogDropsWhatCameAfterTheCheckpoint) {
       read_text(run / "metrics.jsonl"),
       "{\"step\":1,\"loss\":1.0}\n{\"step\":2,\"loss\":0.5}\n"
       "{\"step\":3,\"loss\":0.3333333333333333}\n{\"step\":4,\"loss\":9.0}\n");
+}
+
+TEST(MetricsTest, LinesThatCannotBeReadAreKeptAside) {
+  const TemporaryFolder run;
+  const std::string text =
+      "{\"step\":1,\"loss\":1.0}\n{\"step\":[]}\n7\n{\"step\":3,\"loss\":1.0}\n";
+  std::ofstream(run / "metrics.jsonl") << text;
+  const MetricsLog log(run.path(), 3, true);
+  ASSERT_EQ(log.notes().size(), 2);
+  EXPECT_NE(log.notes()[0].find("2 lines that cannot be read"), std::string::npos);
+  EXPECT_NE(log.notes()[1].find("only 2 of the 3 steps"), std::string::npos);
+  EXPECT_EQ(read_text(run / "metrics.jsonl.damaged"), text);
+  const MetricsLog again(run.path(), 3, true);
+  EXPECT_EQ(again.notes().size(), 1);
+  std::ofstream(run / "metrics.jsonl", std::ios::app) << "x\n";
+  const MetricsLog third(run.path(), 3, true);
+  EXPECT_EQ(read_text(run / "metrics.jsonl.damaged"), text);
+  EXPECT_TRUE(fs::exists(run / "metrics.jsonl.damaged-2"));
 }
 
 TEST(MetricsTest, AValidationThatIsMadeAgainIsNotThereTwice) {

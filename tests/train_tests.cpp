@@ -106,6 +106,76 @@ TEST_F(TrainTest, LearnsAndLeavesARecord) {
   EXPECT_NE(read_text(folder_ / "run/machine.jsonl").find("\"commit\""), std::string::npos);
 }
 
+// config.toml of the first version, and nothing else. A key added to the config since must be known as a later one.
+TEST_F(TrainTest, TheConfigOfTheFirstVersionIsRead) {
+  make_folder(folder_ / "old");
+  std::ofstream(folder_ / "old/config.toml") << R"(
+[model]
+layers = 2
+heads = 4
+kv-heads = 0
+width = 32
+context = 16
+vocabulary = 64
+precision = "bf16"
+init = ""
+[data]
+data = "data"
+batch = 8
+micro-batch = 3
+[muon]
+qkv = "three-way"
+qk-group = "2:random"
+k-group = ""
+v-group = "all"
+share-qk = false
+muon-lr = 0.001
+momentum = 0.95
+nesterov = true
+average = false
+muon-weight-decay = 0
+method = "newton_schulz"
+coefficients = "you"
+iterations = 5
+muon-precision = "bfloat16"
+eps = 1e-07
+relative-eps = true
+base-scale = "sqrt_max"
+transfer = "same"
+reference = "segment"
+[adamw]
+adamw-lr = 0.0036
+adamw-beta1 = 0.9
+adamw-beta2 = 0.95
+adamw-eps = 1e-08
+adamw-weight-decay = 0
+[schedule]
+steps = 12
+warmup = 0
+warmdown = 4
+clip = 0
+seed = 7
+[validation]
+validation-interval = 5
+validation-tokens = 256
+validation-precision = "fp32"
+[run]
+out = "somewhere"
+checkpoint-interval = 4
+keep = 2
+log-interval = 10
+device = "cpu"
+threads = 1
+)";
+  const auto config = config_of_run(folder_ / "old");
+  EXPECT_EQ(config.seed, 7);
+  EXPECT_EQ(config.qkv, "split");
+  EXPECT_EQ(config.engine, "portable");
+  EXPECT_EQ(config.muon_engine, "portable");
+  EXPECT_FALSE(config.shuffle);
+  EXPECT_EQ(config.out, folder_ / "old");
+}
+
 TEST_F(TrainTest, ResumeIsBitIdenticalWhereverItWasCut) {
   for (const char* precision : {"bf16", "fp32"}) {
     const std::string whole = std::string("whole-") + precision;

@@ -11,10 +11,11 @@
 #include "train/batch.h"
 #include "train/candidates.h"
 #include "train/checkpoint.h"
-#include "train/config.h"
 #include "train/direct_test.h"
 #include "train/memory.h"
+#include "train/norms.h"
 #include "train/recipe.h"
+#include "train/run.h"
 
 namespace train {
 namespace {
@@ -36,7 +37,7 @@ size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
 // The run's model, optimizers and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
 class RestoredRun {
  public:
-  RestoredRun(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint);
+  RestoredRun(const AnalyzeOptions& options, const SavedRun& saved);
 
   const Config& config() const { return config_; }
   int64_t step() const { return state_.step; }
@@ -44,11 +45,10 @@ class RestoredRun {
   const gpt::Model& model() const { return model_; }
   std::vector<AttentionWeight> weights() { return attention_weights(optimizers_.muon, clip_); }
 
-  Losses losses() { return {loss(batch_), loss(held_out_)}; }
+  Losses losses() { return {evaluate(model_, batch_), evaluate(model_, held_out_)}; }
 
  private:
-  double loss(const std::vector<Batch>& batches);
-  void add_gradients();
+  void take_gradients();
 
   Config config_;
   gpt::Model model_;
@@ -56,92 +56,62 @@ class RestoredRun {
   TrainerState state_;
   double lr_ = 0;
   double clip_ = 1;  // factor applied to the gradient
-  std::vector<Batch> batch_, held_out_;
+  gpt::TokenStream training_, validation_;
+  Batch batch_, held_out_;
 };
 
-Config config_of(const AnalyzeOptions& options, const Place& place) {
-  auto config = configure(read_options(place.run + "/config.toml"));
+Config config_of(const AnalyzeOptions& options, Config config) {
   if (!options.data.empty()) config.data = options.data;
   if (options.threads > 0) config.threads = options.threads;
   require_training_memory(config);
   return with_engine(without_missing_engines(config));
 }
 
-// Splits the sequences into micro-batches.
-std::vector<Batch> batches_of(
-    const gpt::TokenStream& stream, const std::vector<int64_t>& starts, const Config& config) {
-  std::vector<Batch> batches;
-  const auto most = static_cast<size_t>(std::max<int64_t>(1, config.micro_batch));
-  for (size_t first = 0; first < starts.size(); first += most) {
-    const auto from = starts.begin() + static_cast<int64_t>(first);
-    const auto count = static_cast<int64_t>(std::min(most, starts.size() - first));
-    batches.push_back(read_batch(stream, {from, from + count}, config.context, at::kCPU));
-  }
-  return batches;
-}
-
-RestoredRun::RestoredRun(
-    const AnalyzeOptions& options, const Place& place, const std::string& checkpoint)
-    : config_(config_of(options, place)),
+RestoredRun::RestoredRun(const AnalyzeOptions& options, const SavedRun& saved)
+    : config_(config_of(options, saved.config)),
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
-      optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
+      optimizers_(group_muon::assemble(model_, optimizer_options(config_))),
+      training_(config_.data, "train", config_.vocabulary),
+      validation_(config_.data, "val", config_.vocabulary),
+      batch_{&training_, {}, config_.context, config_.micro_batch},
+      held_out_{&validation_, {}, config_.context, config_.micro_batch} {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
   model_.set_engine(group_muon::parse_engine(config_.engine));
-  state_ = load_checkpoint(checkpoint, model_, optimizers_);
+  state_ = load_checkpoint(saved.checkpoint, model_, optimizers_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr
                        : config_.muon.lr() * (finished ? 1 : lr_factor(config_, state_.step));
   TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; set another with --lr");
   for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
 
-  const gpt::TokenStream training(config_.data, "train", config_.vocabulary);
-  const gpt::TokenStream validation(config_.data, "val", config_.vocabulary);
   const gpt::SequenceOrder order(
-      training.size(), config_.context, static_cast<uint64_t>(config_.seed), config_.shuffle);
-  const gpt::SequenceOrder held_out(validation.size(), config_.context, 0);
+      training_.size(), config_.context, static_cast<uint64_t>(config_.seed), config_.shuffle);
+  const gpt::SequenceOrder held_out(validation_.size(), config_.context, 0);
   const int64_t wanted = options.sequences > 0 ? options.sequences : config_.batch;
   TORCH_CHECK_VALUE(
       options.sequences <= std::min(order.windows(), held_out.windows()),
       "sequences should be at most ", std::min(order.windows(), held_out.windows()),
       ", all that the data has, not ", options.sequences);
-  std::vector<int64_t> starts, held_out_starts;
   for (int64_t i = 0; i < wanted; ++i) {
-    starts.push_back(order.start_of(state_.step * config_.batch + i));
+    batch_.starts.push_back(order.start_of(state_.step * config_.batch + i));
   }
   for (int64_t i = 0; i < std::min(wanted, held_out.windows()); ++i) {
-    held_out_starts.push_back(held_out.start_of(i));
+    held_out_.starts.push_back(held_out.start_of(i));
   }
-  batch_ = batches_of(training, starts, config_);
-  held_out_ = batches_of(validation, held_out_starts, config_);
-  add_gradients();
+  take_gradients();
 }
 
 // Computes the gradients of the next step, clipped as in training.
-void RestoredRun::add_gradients() {
-  int64_t sequences = 0;
-  for (const auto& batch : batch_) sequences += batch.tokens.size(0);
-  for (const auto& [tokens, targets] : batch_) {
-    model_.add_gradients(
-        tokens, targets, static_cast<double>(tokens.size(0)) / static_cast<double>(sequences));
-  }
+void RestoredRun::take_gradients() {
+  add_gradients(model_, batch_);
   std::vector<Tensor> gradients;
   for (const auto& parameter : model_.parameters()) gradients.push_back(parameter.grad());
-  const double norm = at::stack(at::_foreach_norm(gradients)).norm().item<double>();
+  const double norm = norm_of(gradients);
   TORCH_CHECK(std::isfinite(norm), "the gradient norm is ", norm, " at this checkpoint");
   if (config_.clip > 0 && norm > config_.clip) {
     clip_ = config_.clip / norm;
     at::_foreach_mul_(gradients, clip_);
   }
-}
-
-double RestoredRun::loss(const std::vector<Batch>& batches) {
-  double sum = 0;
-  int64_t sequences = 0;
-  for (const auto& [tokens, targets] : batches) {
-    sum += model_.evaluate(tokens, targets) * static_cast<double>(tokens.size(0));
-    sequences += tokens.size(0);
-  }
-  return sum / static_cast<double>(sequences);
 }
 
 // "transformer.h.3.attn.c_attn.weight" → 3
@@ -248,14 +218,6 @@ void check_options(const AnalyzeOptions& options) {
       "one of the factors should be 1, the learning rate itself");
 }
 
-std::string choose_checkpoint(const Place& place) {
-  const auto all = list_checkpoints(place.run);
-  TORCH_CHECK_VALUE(!all.empty(), "'", place.run, "' has no checkpoint yet");
-  const std::string chosen = place.checkpoint.empty() ? all.back() : place.checkpoint;
-  require_whole(chosen, all, /*weights_only=*/false, "use ");
-  return chosen;
-}
-
 }  // namespace
 
 const DirectStep& find_step(const CandidateResult& candidate, double factor, bool rescaled) {
@@ -276,11 +238,11 @@ const CriterionCheck& check_at(const MatrixResult& matrix, double factor) {
 CheckpointAnalysis analyze(
     const AnalyzeOptions& options, const std::function<void(double)>& progress) {
   check_options(options);
-  const auto place = locate(options.path);
+  const auto saved = read_trained_run(options.path);
   CheckpointAnalysis analysis;
-  analysis.checkpoint = choose_checkpoint(place);
+  analysis.checkpoint = saved.checkpoint;
   if (progress) progress(0);
-  RestoredRun run(options, place, analysis.checkpoint);
+  RestoredRun run(options, saved);
   const auto candidates =
       make_candidates(run.model().shape(), options.groups, run.config().share_qk);
   const auto weights = chosen_weights(run, options.layers);

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "train/metrics.h"
+#include "train/run_files.h"
 
 namespace train {
 namespace {
@@ -164,11 +165,9 @@ std::vector<std::vector<Measured>> measure_weights(
 DiagnosticsLog::DiagnosticsLog(
     const std::string& folder, int64_t step, std::vector<Candidate> candidates,
     group_muon::Accuracy accuracy)
-    : lines_(
-          cut_back(
-              folder + "/diagnostics.jsonl",
-              [step](int64_t of_line, bool) { return of_line < step; }),
-          /*append=*/true),
+    : notes_(cut_back(
+          folder + kDiagnosticsFile, [step](int64_t of_line, bool) { return of_line < step; })),
+      lines_(folder + kDiagnosticsFile, /*append=*/true),
       candidates_(std::move(candidates)),
       accuracy_(accuracy) {}
 

@@ -66,8 +66,11 @@ class DiagnosticsLog {
   /// Call before the step is taken.
   void write(int64_t step, const std::vector<AttentionWeight>& weights);
   void sync() { lines_.sync(); }
+  /// What was wrong with the log that is continued.
+  const std::vector<std::string>& notes() const { return notes_; }
 
  private:
+  std::vector<std::string> notes_;
   OutputFile lines_;
   std::vector<Candidate> candidates_;
   group_muon::Accuracy accuracy_;

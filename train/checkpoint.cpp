@@ -12,6 +12,7 @@
 #include "train/errors.h"
 #include "train/files.h"
 #include "train/json.h"
+#include "train/run_files.h"
 #include "train/safetensors.h"
 
 namespace train {
@@ -19,12 +20,13 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::ordered_json;
+using Json = nlohmann::json;
 using torch::Tensor;
 using torch::optim::AdamWParamState;
 
-constexpr const char* kModelFile = "/model.safetensors";
-constexpr const char* kOptimizerFile = "/optimizer.safetensors";
-constexpr const char* kStateFile = "/state.json";
+constexpr int kVersion = 2;  // of state.json
+constexpr const char* kOwnChecksum = "crc32c";
+constexpr const char* kStepName = "step";  // in the metadata of safetensors files
 constexpr const char* kTiedHead = "lm_head.weight";
 constexpr const char* kEmbedding = "transformer.wte.weight";
 
@@ -99,25 +101,97 @@ void copy_into(
   to.copy_(found->second);
 }
 
+void copy_weights(
+    const std::map<std::string, Tensor>& tensors, const std::string& path, gpt::Model& model) {
+  for (const auto& item : model.named_parameters()) {
+    copy_into(item.value(), tensors, item.key(), path);
+  }
+}
+
+// Tensors that the model does not have mean that the file is of another model.
+void require_only(
+    const std::map<std::string, Tensor>& tensors, const std::string& path,
+    const gpt::Model& model) {
+  const auto known = model.named_parameters();
+  std::string others;
+  int64_t count = 0;
+  for (const auto& [name, tensor] : tensors) {
+    if (known.contains(name) || name == kTiedHead) continue;
+    if (++count <= 3) others += (others.empty() ? "" : ", ") + name;
+  }
+  TORCH_CHECK_VALUE(
+      count == 0, "'", path, "' is of another model: this one has no ", others,
+      count > 3 ? c10::str(" and ", count - 3, " more") : "");
+}
+
+// Values that no trained weight has come from damage, and would only show as a bad loss.
+void require_sane(const std::string& name, const Tensor& tensor, const std::string& path) {
+  constexpr double kLargest = 1e4;
+  TORCH_CHECK_VALUE(
+      tensor.is_floating_point(), "'", path, "': ", name, " has the type ", tensor.scalar_type());
+  const double largest = tensor.numel() == 0 ? 0 : tensor.abs().max().item<double>();
+  TORCH_CHECK_VALUE(
+      largest <= kLargest, "'", path, "': ", name, " contains ",
+      std::isnan(largest) ? "nan" : c10::str("a value of size ", largest),
+      "; the file is damaged or not a trained model");
+}
+
 ordered_json shape_json(const gpt::ModelShape& shape) {
   return {{"layers", shape.layers}, {"heads", shape.heads},     {"kv_heads", shape.key_heads()},
           {"width", shape.width},   {"context", shape.context}, {"vocabulary", shape.vocabulary}};
 }
 
-// The step in a checkpoint's name, "step-" followed by at least six digits; -1 for other names.
-int64_t step_of(const fs::path& path) {
-  constexpr std::string_view kPrefix = "step-";
-  const std::string name = path.filename().string();
-  if (name.rfind(kPrefix, 0) != 0 || name.size() < kPrefix.size() + 6) return -1;
-  int64_t step = -1;
-  const char* end = name.data() + name.size();
-  const auto [rest, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
-  return error == std::errc() && rest == end && step >= 0 ? step : -1;
+// Checksum of what state.json says, without the checksum itself. The order of its entries does not matter.
+uint32_t own_checksum(Json state) {
+  state.erase(kOwnChecksum);
+  const std::string text = state.dump();
+  return crc32c(0, text.data(), text.size());
+}
+
+// state.json of a checkpoint. That of version 1 has no checksum of its own.
+Json read_state_file(const std::string& checkpoint) {
+  const auto json = read_json(checkpoint + kStateFile);
+  const auto version = json.value("version", 0);
+  TORCH_CHECK_VALUE(
+      version <= kVersion, "'", checkpoint, "' was written by a newer version of group-muon");
+  TORCH_CHECK_VALUE(
+      version == 1 ? !json.contains(kOwnChecksum)
+                   : json.value(kOwnChecksum, Json()) == own_checksum(json),
+      "state.json has the wrong checksum");
+  return json;
+}
+
+// Why a file of a checkpoint is not the one that state.json describes, or "".
+std::string damage_of_file(const std::string& checkpoint, const Json& state, const char* name) {
+  const std::string path = checkpoint + name, file = name + 1;
+  const auto facts = state.at("files").value(file, Json());
+  if (!facts.is_object()) return "state.json has no checksum of " + file;
+  if (!fs::exists(path)) return file + " is missing";
+  if (fs::file_size(path) != facts.at("bytes").get<uint64_t>()) return file + " has the wrong size";
+  if (crc32c_of_file(path) != facts.at("crc32c").get<uint32_t>()) {
+    return file + " has the wrong checksum";
+  }
+  const auto metadata = load_metadata(path);
+  const auto step = metadata.find(kStepName);
+  const std::string wanted = state.at("step").dump();
+  if (step == metadata.end() || step->second != wanted) {
+    return c10::str(
+        "state.json says step ", wanted, ", but ", file, " says ",
+        step == metadata.end() ? "none" : step->second);
+  }
+  return "";
+}
+
+// Creates a folder, but not its parents: a run whose folder is gone should not come back in part.
+void make_within(const std::string& path) {
+  std::error_code error;
+  fs::create_directory(path, error);
+  TORCH_CHECK(!error, "'", path, "' cannot be created: ", error.message());
 }
 
 // Checks more than tensor shapes: the same shape can mean different heads.
 void require_same_model(const std::string& checkpoint, const gpt::ModelShape& shape) {
-  const auto json = read_json(checkpoint + kStateFile);
+  const auto json = read_state_file(checkpoint);
   if (!json.contains("model")) return;  // from a version that did not record the model
   const auto& found = json["model"];
   const nlohmann::json wanted = shape_json(shape);
@@ -129,6 +203,27 @@ void require_same_model(const std::string& checkpoint, const gpt::ModelShape& sh
   }
 }
 
+// The safetensors file that --init means. That of a checkpoint must be intact.
+std::string file_of_weights(const std::string& given) {
+  const bool is_folder = fs::is_directory(given);
+  const std::string folder =
+      is_folder ? normal_path(given) : fs::path(given).parent_path().string();
+  const bool of_checkpoint = fs::exists(folder + kStateFile) || step_of(folder) >= 0;
+  const bool named = fs::path(given).filename() == kModelFile + 1;
+  if (of_checkpoint && (is_folder || named)) {
+    const auto run = fs::absolute(folder).parent_path().parent_path().string();
+    require_whole(folder, list_checkpoints(run), /*weights_only=*/true, "--init ");
+    return folder + kModelFile;
+  }
+  if (!is_folder) return given;
+  if (fs::exists(folder + kModelFile)) return folder + kModelFile;
+  const auto all = list_checkpoints(folder);
+  TORCH_CHECK_VALUE(
+      !all.empty(), "'", given, "' has no weights: it is neither a checkpoint nor a run with one");
+  require_whole(all.back(), all, /*weights_only=*/true, "--init ");
+  return all.back() + kModelFile;
+}
+
 }  // namespace
 
 std::string save_checkpoint(
@@ -136,19 +231,19 @@ std::string save_checkpoint(
     const TrainerState& state) {
   char name[32];
   std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
-  const std::string folder = run + "/checkpoints";
+  const std::string folder = run + kCheckpointsFolder;
   const std::string path = folder + "/" + name, temporary = folder + "/writing-" + name;
   if (!fs::exists(folder)) {
-    make_folder(folder);
+    make_within(folder);
     sync_folder(run);
   }
   fs::remove_all(temporary);
   try {
-    make_folder(temporary);
+    make_within(temporary);
     ordered_json files;
     const auto write = [&](const char* file_name, const NamedTensors& tensors) {
       OutputFile file(temporary + file_name);
-      save_tensors(file, tensors, {{"format", "pt"}, {"step", std::to_string(state.step)}});
+      save_tensors(file, tensors, {{"format", "pt"}, {kStepName, std::to_string(state.step)}});
       file.sync();
       files[file_name + 1] = {{"bytes", file.bytes()}, {"crc32c", file.crc()}};
     };
@@ -159,15 +254,18 @@ std::string save_checkpoint(
     });
     write(kOptimizerFile, buffers);
     ordered_json json = {
-        {"version", 1},
+        {"version", kVersion},
         {"step", state.step},
         {"seconds", state.seconds},
         {"validation_loss", nullptr},
         {"training_tokens", state.training_tokens},
         {"data_crc32c", state.data_crc},
         {"model", shape_json(model.shape())},
+        {"config", ordered_json::object()},
         {"files", files}};
     if (state.validation_loss) json["validation_loss"] = *state.validation_loss;
+    for (const auto& [key, value] : state.config) json["config"][key] = value;
+    json[kOwnChecksum] = own_checksum(json);
     replace_file(temporary + kStateFile, json.dump(2) + "\n");
     sync_folder(temporary);
     replace_folder(temporary, path);
@@ -180,28 +278,21 @@ std::string save_checkpoint(
   return path;
 }
 
-Place locate(const std::string& path) {
-  fs::path place = normal_path(path);
-  TORCH_CHECK_VALUE(
-      fs::exists(place), "there is no folder '", path,
-      "'; give the folder of a run or of one of its checkpoints");
-  if (fs::exists(place / "config.toml")) return {place.string(), ""};
-  // RUN/checkpoints/step-000125, possibly relative to a folder inside the run
-  if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
-  const fs::path run = place.parent_path().parent_path();
-  TORCH_CHECK_VALUE(
-      place.parent_path().filename() == "checkpoints" && fs::exists(run / "config.toml"), "'", path,
-      "' contains no run (there is no config.toml)");
-  TORCH_CHECK_VALUE(
-      fs::is_directory(place) && step_of(place) >= 0, "there is no checkpoint '", path, "'");
-  return {run.string(), place.string()};
+int64_t step_of(const std::string& path) {
+  constexpr std::string_view kPrefix = "step-";
+  const std::string name = fs::path(path).filename().string();
+  if (name.rfind(kPrefix, 0) != 0 || name.size() < kPrefix.size() + 6) return -1;
+  int64_t step = -1;
+  const char* end = name.data() + name.size();
+  const auto [rest, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  return error == std::errc() && rest == end && step >= 0 ? step : -1;
 }
 
 std::vector<std::string> list_checkpoints(const std::string& run) {
   std::vector<std::pair<int64_t, std::string>> found;
   std::error_code missing;
-  for (const auto& entry : fs::directory_iterator(run + "/checkpoints", missing)) {
-    const int64_t step = step_of(entry.path());
+  for (const auto& entry : fs::directory_iterator(run + kCheckpointsFolder, missing)) {
+    const int64_t step = step_of(entry.path().string());
     if (step >= 0 && entry.is_directory()) found.emplace_back(step, entry.path().string());
   }
   std::sort(found.begin(), found.end());
@@ -233,7 +324,7 @@ void prune_checkpoints(const std::string& run, int64_t keep) {
     if (all[i] != best) delete_folder(all[i]);
   }
   std::vector<fs::path> unfinished;  // left by a killed process
-  for (const auto& entry : fs::directory_iterator(run + "/checkpoints")) {
+  for (const auto& entry : fs::directory_iterator(run + kCheckpointsFolder)) {
     const std::string name = entry.path().filename().string();
     if (name.rfind("writing-", 0) == 0 || name.rfind("deleting-", 0) == 0) {
       unfinished.push_back(entry);
@@ -272,28 +363,21 @@ void require_whole(
 
 std::string damage(const std::string& checkpoint, bool weights_only) {
   try {
-    const auto json = read_json(checkpoint + kStateFile);
-    for (const auto& [name, facts] : json.at("files").items()) {
-      if (weights_only && name != kModelFile + 1) continue;
-      const std::string path = (fs::path(checkpoint) / name).string();
-      if (!fs::exists(path)) return name + " is missing";
-      if (fs::file_size(path) != facts.at("bytes").get<uint64_t>())
-        return name + " has the wrong size";
-      if (crc32c_of_file(path) != facts.at("crc32c").get<uint32_t>()) {
-        return name + " has the wrong checksum";
-      }
-    }
-    read_state(checkpoint);
+    const auto step = read_state(checkpoint).step, named = step_of(checkpoint);
+    // A copy may have any name.
+    if (named >= 0 && named != step) return c10::str("state.json says step ", step);
+    const auto json = read_state_file(checkpoint);
+    const std::string why = damage_of_file(checkpoint, json, kModelFile);
+    return !why.empty() || weights_only ? why : damage_of_file(checkpoint, json, kOptimizerFile);
+  } catch (const Json::exception&) {
+    return "state.json lacks an entry or has a wrong one";
   } catch (const std::exception& error) {
     return message_of(error);
   }
-  return "";
 }
 
 TrainerState read_state(const std::string& checkpoint) {
-  const auto json = read_json(checkpoint + kStateFile);
-  TORCH_CHECK_VALUE(
-      json.at("version") == 1, "'", checkpoint, "' was written by a newer version of group-muon");
+  const auto json = read_state_file(checkpoint);
   TrainerState state;
   json.at("step").get_to(state.step);
   json.at("seconds").get_to(state.seconds);
@@ -302,23 +386,30 @@ TrainerState read_state(const std::string& checkpoint) {
   }
   json.at("training_tokens").get_to(state.training_tokens);
   json.at("data_crc32c").get_to(state.data_crc);
+  const auto config = json.value("config", Json::object());
+  for (const auto& [key, value] : config.items()) {
+    state.config.emplace_back(key, value.get<std::string>());
+  }
+  TORCH_CHECK_VALUE(state.step >= 0, "state.json says step ", state.step);
   return state;
 }
 
 void load_weights(const std::string& path, gpt::Model& model) {
-  std::string file = path;
-  if (fs::is_directory(path)) {
-    const std::string own = path + kModelFile;
-    const std::string newest = newest_whole(list_checkpoints(path), /*weights_only=*/true);
-    TORCH_CHECK_VALUE(
-        fs::exists(own) || !newest.empty(), "'", path,
-        "' has no weights: it is neither a checkpoint ", "nor a run with one");
-    file = fs::exists(own) ? own : newest + kModelFile;
-  }
+  const std::string file = fs::is_directory(path) ? path + kModelFile : path;
+  copy_weights(load_tensors(file), file, model);
+}
+
+void load_initial_weights(const std::string& path, gpt::Model& model) {
+  const std::string file = file_of_weights(path);
   const auto tensors = load_tensors(file);
-  for (const auto& item : model.named_parameters()) {
-    copy_into(item.value(), tensors, item.key(), file);
-  }
+  require_only(tensors, file, model);
+  for (const auto& [name, tensor] : tensors) require_sane(name, tensor, file);
+  copy_weights(tensors, file, model);
+  const auto head = tensors.find(kTiedHead);
+  TORCH_CHECK_VALUE(
+      head == tensors.end() || head->second.equal(tensors.at(kEmbedding)), "'", file,
+      "': ", kTiedHead, " differs from ", kEmbedding,
+      ", but in this model the head is the embedding");
 }
 
 TrainerState load_checkpoint(

@@ -1,6 +1,7 @@
 #pragma once
 // Checkpoints: RUN/checkpoints/step-000125 with model.safetensors, optimizer.safetensors, state.json.
-// A folder with that name is complete: it is written under another name, synced, then renamed.
+// A folder with that name is complete: it is written under another name, synced, then renamed. state.json has the
+// checksums of the other files and its own. The step is in the folder's name and in all three files.
 
 #include <cstdint>
 #include <optional>
@@ -9,6 +10,7 @@
 
 #include "gpt/model.h"
 #include "group_muon/assemble.h"
+#include "train/config.h"
 
 namespace train {
 
@@ -19,6 +21,7 @@ struct TrainerState {
   std::optional<double> validation_loss = {};  // at this step, if measured
   int64_t training_tokens = 0;                 // size of the training data, to recognize it
   uint32_t data_crc = 0;                       // checksum of the data
+  Options config = {};                         // the run's; empty in checkpoints of older versions
 };
 
 /// Writes a checkpoint of the run and returns its path.
@@ -26,11 +29,8 @@ std::string save_checkpoint(
     const std::string& run, const gpt::Model& model, group_muon::Optimizers& optimizers,
     const TrainerState& state);
 
-/// A run's folder, and a checkpoint if the path names one: RUN or RUN/checkpoints/step-000125.
-struct Place {
-  std::string run, checkpoint;
-};
-Place locate(const std::string& path);
+/// The step in a checkpoint's name, "step-" followed by at least six digits; -1 for other names.
+int64_t step_of(const std::string& path);
 
 /// Paths of a run's checkpoints, oldest first.
 std::vector<std::string> list_checkpoints(const std::string& run);
@@ -44,7 +44,8 @@ void prune_checkpoints(const std::string& run, int64_t keep);
 /// Renames checkpoints after `step` to set-aside-…, because the run diverges from them when resumed there.
 void set_aside_later(const std::string& run, int64_t step);
 
-/// Why a checkpoint, or only its weights, cannot be used (missing files, wrong sizes or checksums); "" if it can.
+/// Why a checkpoint, or only its weights, cannot be used (missing files, wrong sizes, checksums or steps); "" if it
+/// can.
 std::string damage(const std::string& checkpoint, bool weights_only = false);
 
 /// The newest undamaged checkpoint of those given, or "".
@@ -57,8 +58,13 @@ void require_whole(
 
 TrainerState read_state(const std::string& checkpoint);
 
-/// Loads weights from a checkpoint, from a run's newest checkpoint, or from any safetensors file with these names.
+/// Loads weights from a checkpoint that has been checked, or from a safetensors file.
 void load_weights(const std::string& path, gpt::Model& model);
+
+/// Loads the weights a run begins with: from a checkpoint, from a run's newest checkpoint, or from any safetensors file
+/// with these names. Rejects damaged checkpoints, tensors that are missing, too many or of another shape, a head that
+/// is not the embedding, and values that no weight has.
+void load_initial_weights(const std::string& path, gpt::Model& model);
 
 /// Loads weights, optimizer state and trainer state, so the run resumes as if never stopped.
 TrainerState load_checkpoint(

@@ -84,7 +84,8 @@ std::vector<Key> make_keys() {
        "Head groups of Q and K: all, 2, 3:interval, 6:random, or a schedule 1@0,6:random@2000"},
       {"muon", "k-group", &C::k_group, "Head groups of K if different; empty: same as qk-group"},
       {"muon", "v-group", &C::v_group, "Head groups of V, in the same form as qk-group"},
-      {"muon", "share-qk", &C::share_qk, "Use the same random groups for Q and K of a layer"},
+      {"muon", "share-qk", &C::share_qk,
+       "Use the same random groups for Q and K of a layer; no effect if packed"},
   };
   add_muon_keys(keys);
   const std::vector<Key> others = {
@@ -191,7 +192,7 @@ std::string quoted(const std::string& text) {
   return out += '"';
 }
 
-Options options_of(const toml::table& file) {
+Options options_in(const toml::table& file) {
   for (const auto& [section, content] : file) {  // reject unknown and misplaced keys
     const auto* table = content.as_table();
     if (table == nullptr) {
@@ -259,7 +260,7 @@ std::string text_of(const toml::node& node, const std::string& name) {
 
 Options read_options(const std::string& path) {
   return read_toml(path, [](const toml::table& file) {
-    const Options options = options_of(file);
+    const Options options = options_in(file);
     configure(options);  // errors in values then name the file
     return options;
   });
@@ -299,6 +300,12 @@ std::string get(const Config& config, const Key& key) {
         }
       },
       key.member);
+}
+
+Options options_of(const Config& config) {
+  Options options;
+  for (const auto& key : config_keys()) options.emplace_back(key.name, get(config, key));
+  return options;
 }
 
 Config configure(const Options& options, Config config) {
@@ -346,7 +353,7 @@ std::string to_toml(const Config& config) {
   const std::string text = file.str();
   bool same = false;
   try {
-    same = configure(options_of(toml::parse(text))) == config;
+    same = configure(options_in(toml::parse(text))) == config;
   } catch (const toml::parse_error&) {
     same = false;
   }

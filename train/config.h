@@ -111,6 +111,9 @@ Type type_of(const Key& key);
 void set(Config& config, const Key& key, const std::string& text);
 std::string get(const Config& config, const Key& key);
 
+/// All keys with the values they have in the config.
+Options options_of(const Config& config);
+
 /// Applies the options to the config; later ones win. `qkv = packed` clears head groups set before it.
 Config configure(const Options& options, Config config = {});
 

@@ -1,6 +1,8 @@
 #include "train/files.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -238,21 +240,47 @@ void sync_folder(const std::string& folder) {
 }
 
 FolderLock::FolderLock(const std::string& folder)
-    // Locks a file, not the folder: on a network file system only file locks reach other machines.
-    : descriptor_(::open((folder + kLockFile).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
-  if (descriptor_ < 0) fail(folder, "cannot be locked");
+    : path_(fs::absolute(folder).string()),
+      folder_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
+      file_(::open((folder + kLockFile).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+  bool busy = false, failed = folder_ < 0 || file_ < 0;
+  // Network file systems cannot lock folders. There the file alone counts.
+  if (!failed) busy = ::flock(folder_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   auto lock = whole_file(F_WRLCK);
-  if (::fcntl(descriptor_, F_OFD_SETLK, &lock) == 0) return;
-  const int error = errno;
-  ::close(descriptor_);
-  errno = error;
-  if (error == EAGAIN || error == EACCES) {
-    throw FolderBusy("another process is training in '" + folder + "'");
+  if (!failed && !busy && ::fcntl(file_, F_OFD_SETLK, &lock) != 0) {
+    busy = errno == EAGAIN || errno == EACCES;
+    failed = !busy;
   }
+  if (!failed && !busy) return;
+  const int error = errno;
+  for (const int descriptor : {folder_, file_}) {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  if (busy) throw FolderBusy("another process is training in '" + folder + "'");
+  errno = error;
   fail(folder, "cannot be locked");
 }
 
-FolderLock::~FolderLock() { ::close(descriptor_); }
+FolderLock::~FolderLock() {
+  ::close(file_);
+  ::close(folder_);
+}
+
+void FolderLock::require_folder() const {
+  struct stat ours = {}, there = {};
+  if (::fstat(folder_, &ours) != 0) fail(path_, "cannot be read");
+  if (::stat(path_.c_str(), &there) == 0) {
+    if (there.st_dev == ours.st_dev && there.st_ino == ours.st_ino) return;
+  } else if (errno != ENOENT && errno != ENOTDIR) {
+    fail(path_, "cannot be read");
+  }
+  std::error_code unknown;
+  const auto now = fs::read_symlink("/proc/self/fd/" + std::to_string(folder_), unknown).string();
+  const bool moved = ours.st_nlink > 0 && !unknown;
+  throw FolderGone(
+      "'" + path_ + "' was " + (moved ? "moved to '" + now + "'" : std::string("deleted")) +
+      " while a process was working in it");
+}
 
 bool is_locked(const std::string& folder) {
   // Opened for reading, so that it works without write access to the run.

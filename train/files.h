@@ -66,7 +66,13 @@ struct FolderBusy : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Keeps other processes out of a folder until destroyed or the process ends. Locks the file "lock" in the folder.
+/// Thrown if a locked folder is no longer where it was.
+struct FolderGone : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Keeps other processes out of a folder until destroyed or the process ends. Locks the folder itself, which works
+/// even if somebody deletes the file "lock" in it, and that file, which also works across a network.
 class FolderLock {
  public:
   explicit FolderLock(const std::string& folder);
@@ -74,8 +80,12 @@ class FolderLock {
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;
 
+  /// Throws FolderGone if the folder was deleted, moved or replaced since.
+  void require_folder() const;
+
  private:
-  int descriptor_;
+  std::string path_;
+  int folder_, file_;
 };
 
 /// Whether a process has locked the folder; false if the lock file cannot be read. The check takes no lock itself.

@@ -12,8 +12,10 @@
 
 namespace train {
 
-/// Removes incomplete lines and those for which `keep(step, has a validation loss)` is false. Returns the path.
-std::string cut_back(const std::string& path, const std::function<bool(int64_t, bool)>& keep);
+/// Removes the lines for which `keep(step, has a validation loss)` is false, and a last line that was cut off. Other
+/// lines that cannot be read are removed, too, but then a copy of the file stays, and the returned notes say so.
+std::vector<std::string> cut_back(
+    const std::string& path, const std::function<bool(int64_t, bool)>& keep);
 
 class MetricsLog {
  public:
@@ -28,8 +30,11 @@ class MetricsLog {
       const std::vector<std::pair<std::string, std::string>>& words = {});
   /// Flushes metrics.jsonl to disk.
   void sync() { lines_.sync(); }
+  /// What was wrong with the log that is continued.
+  const std::vector<std::string>& notes() const { return notes_; }
 
  private:
+  std::vector<std::string> notes_;
   OutputFile lines_;
   EventWriter events_;
 };

@@ -105,9 +105,8 @@ void check(const Config& config) {
   gpt::check(shape);
   if (config.qkv == "packed") {
     TORCH_CHECK_VALUE(
-        config.qk_group == "all" && config.k_group.empty() && config.v_group == "all" &&
-            !config.share_qk,
-        "qkv = packed has no head groups; remove qk-group, k-group, v-group and share-qk");
+        config.qk_group == "all" && config.k_group.empty() && config.v_group == "all",
+        "qkv = packed has no head groups; remove qk-group, k-group and v-group");
   } else {
     const char* keys = "key and value";
     check_group("qk-group", config.qk_group, shape.heads, "query");

@@ -158,4 +158,21 @@ std::map<std::string, Tensor> load_tensors(const std::string& path) {
   return tensors;
 }
 
+std::map<std::string, std::string> load_metadata(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  uint64_t size = 0;
+  file.read(reinterpret_cast<char*>(&size), sizeof size);
+  const bool fits = file && size <= std::filesystem::file_size(path) - sizeof size;
+  std::string text(fits ? size : 0, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  const auto header = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_VALUE(header.is_object(), "'", path, "' is damaged: its header cannot be read");
+  std::map<std::string, std::string> metadata;
+  const auto entries = header.value("__metadata__", ordered_json());
+  for (const auto& [name, value] : entries.items()) {
+    if (value.is_string()) metadata.emplace(name, value.get<std::string>());
+  }
+  return metadata;
+}
+
 }  // namespace train

@@ -23,4 +23,7 @@ void save_tensors(
 /// without gap or overlap, and every size must fit its shape.
 std::map<std::string, torch::Tensor> load_tensors(const std::string& path);
 
+/// The metadata of a file, without reading its tensors.
+std::map<std::string, std::string> load_metadata(const std::string& path);
+
 }  // namespace train

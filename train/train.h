@@ -5,11 +5,10 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "gpt/profile.h"
 #include "train/config.h"
-#include "train/files.h"
+#include "train/run.h"
 
 namespace train {
 
@@ -45,31 +44,6 @@ struct Outcome {
   int64_t profiled_steps = 0;
   double profiled_seconds = 0;
 };
-
-/// A run on disk that can be resumed.
-struct Run {
-  Config config;                     // config.out is the run's folder
-  std::string checkpoint;            // checkpoint to resume from; empty: start from the beginning
-  std::vector<std::string> notes;    // notes for the user
-  std::shared_ptr<FolderLock> lock;  // keeps other processes out
-};
-
-/// The config as a run will use it, with everything filled in that depends on the data, other options or the machine.
-Config resolved(Config config);
-
-/// The config that the run in a folder started with.
-Config config_of_run(const std::string& folder);
-
-/// Fills the open values of `config` (0, auto) with those of `found`, the config of an existing run.
-Config filled_in(Config config, const Config& found);
-
-/// Checksum of the training and validation tokens. Large data is sampled.
-uint32_t checksum_of_data(const Config& config);
-
-/// Opens a run for resuming. `path` is a run (resumes from its newest checkpoint) or a checkpoint. `options` may only
-/// change what does not make it a different run. Locks the folder unless a `lock` is given.
-Run open_run(
-    const std::string& path, const Options& options, std::shared_ptr<FolderLock> lock = nullptr);
 
 /// Starts a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given.
 Outcome train(

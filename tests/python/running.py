@@ -81,3 +81,15 @@ def checkpoints(run):
 def last_weights(run):
     newest = run / "checkpoints" / checkpoints(run)[-1]
     return [(newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def as_of_an_older_version(run):
+    """Removes what older versions did not write: checksums of the config and of state.json."""
+    config = run / "config.toml"
+    first, rest = config.read_text().split("\n", 1)
+    assert first.startswith("# A run of group-muon, format 2, checksum ")
+    config.write_text(rest)
+    for path in run.glob("checkpoints/*/state.json"):
+        state = json.loads(path.read_text())
+        assert state.pop("config") and state.pop("crc32c")
+        path.write_text(json.dumps({**state, "version": 1}))

@@ -10,7 +10,7 @@ import statistics
 import pytest
 from conftest import make_data
 from page_checks import CHROMIUM, hover_curve, open_page
-from running import program, values
+from running import as_of_an_older_version, program, values
 
 STUDY = """
 settings = ["packed", "three-way", "head-wise", "qk-1", "qk-6-random"]
@@ -178,6 +178,7 @@ def test_runs_of_different_programs_are_noted(copy):
 def test_runs_of_another_engine_or_precision_are_named(copy, key):
     config = copy / "qk-1/seed-1/config.toml"
     other = {"engine": "neon", "precision": "fp16", "muon-precision": "float64"}[key]
+    as_of_an_older_version(config.parent)
     text = re.sub(rf'^{key} = "\w+"', f'{key} = "{other}"', config.read_text(), flags=re.M)
     assert other in text
     config.write_text(text)

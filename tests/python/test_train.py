@@ -19,12 +19,13 @@ import urllib.request
 import numpy
 import pytest
 import torch
+from conftest import make_data
 from reference_gpt import Gpt, batch_at, muon_step, read_tokens
 from running import (
     PROGRAM,
     ROOT,
-    TINY,
     arguments,
+    as_of_an_older_version,
     checkpoints,
     curve,
     last_weights,
@@ -215,6 +216,9 @@ class TestWhatAPersonSees:
             r"[0-9a-f]{12}(-dirty)?|unknown|.*-g[0-9a-f]{12}(-dirty)?", facts["commit"]
         )
         assert facts["torch"] == torch.__version__.split("+")[0] and facts["threads"] == 1
+        # Update norms take a copy of all weights, so they are measured every ten steps, first and last.
+        measured = [line["step"] for line in metrics(tmp_path / "run") if "update_norm" in line]
+        assert measured == [1, 10, 12]
         step = metrics(tmp_path / "run")[1]
         for kind in ("", "/embedding", "/qkv", "/attention_output", "/mlp"):
             assert step[f"gradient_norm{kind}"] > 0 and step[f"update_norm{kind}"] > 0
@@ -385,6 +389,7 @@ class TestEngines:
         train(data, tmp_path / "whole", **options)
         train(data, tmp_path / "run", **options)
         shutil.rmtree(tmp_path / "run/checkpoints/step-000008")
+        as_of_an_older_version(tmp_path / "run")
         config = tmp_path / "run/config.toml"
         lines = config.read_text().splitlines(keepends=True)
         kept = [line for line in lines if not line.startswith("muon-engine")]
@@ -443,6 +448,7 @@ class TestResume:
         for name in checkpoints(tmp_path / "run"):
             if name != "step-000010":
                 shutil.rmtree(tmp_path / "run/checkpoints" / name)
+        as_of_an_older_version(tmp_path / "run")
         config = tmp_path / "run/config.toml"
         lines = config.read_text().splitlines(keepends=True)
         config.write_text("".join(written if line.startswith("engine") else line for line in lines))
@@ -544,6 +550,360 @@ class TestResume:
         program("train", "--resume", start, "--data", tmp_path / "data2")
 
 
+def state_of(checkpoint, **changes):
+    """Changes entries of a checkpoint's state.json."""
+    path = checkpoint / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def content(folder):
+    """All files below a folder, but for the lock."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def refused(run, *messages, command=("train", "--resume")):
+    """Checks that a command refuses a run in one line and changes nothing in it."""
+    before = content(run)
+    done = program(*command, run, check=False)
+    assert done.returncode == 1, done.stdout
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("group-muon: "), done.stderr
+    for message in messages:
+        assert str(message) in lines[0]
+    assert content(run) == before
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 12 steps and its data. Tests change copies of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(make_data(folder / "data"), folder / "run", keep=9)
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def cut(run):
+    """Takes the last steps away, so that there is something to resume."""
+    shutil.rmtree(run / "checkpoints/step-000012")
+
+
+class TestConfigOfARun:
+    @pytest.mark.parametrize("checkpointed", [True, False])
+    @pytest.mark.parametrize(
+        ("old", "new", "key"),
+        [
+            (r"^warmdown = .*\n", "", "warmdown"),
+            (r"^steps = 12", "steps = 62", "steps"),
+            (r"^adamw-lr = 0.0036", "adamw-lr = 0.0035", "adamw-lr"),
+            (r"^threads = 1", "threads = 2", "threads"),
+            (r"^seed = ", "seeds = ", "seed"),
+        ],
+    )
+    def test_a_change_by_hand_is_refused_by_name(self, run, checkpointed, old, new, key):
+        cut(run)
+        if not checkpointed:
+            shutil.rmtree(run / "checkpoints")
+        config = run / "config.toml"
+        text = re.sub(old, new, config.read_text(), flags=re.M)
+        assert text != config.read_text()
+        config.write_text(text)
+        named = checkpointed or key in ("warmdown", "seed")  # without checkpoints a checksum knows
+        refused(run, "config.toml", key if named else "was changed by hand")
+
+    @pytest.mark.parametrize("command", [("sample",), ("analyze",)])
+    def test_other_commands_refuse_it_too(self, run, command):
+        config = run / "config.toml"
+        config.write_text(config.read_text().replace("heads = 4", "heads = 8"))
+        refused(run, "heads = 8, but 4 in its checkpoints", command=command)
+
+    def test_comments_and_places_may_change(self, run, finished):
+        cut(run)
+        config = run / "config.toml"
+        config.write_text(config.read_text() + "# mine\n")
+        program("train", "--resume", run)
+        assert curve(run) == curve(finished) and last_weights(run) == last_weights(finished)
+
+    def test_flags_change_what_may_change_and_are_recorded(self, run):
+        cut(run)
+        words = ["--threads", 2, "--keep", 3, "--checkpoint-interval", 1]
+        done = program("train", "--resume", run, *words)
+        assert "threads changed from 1 to 2" in done.stdout
+        text = (run / "config.toml").read_text()
+        assert "threads = 2 " in text and "keep = 3 " in text and "steps = 12 " in text
+        cut(run)
+        assert "threads" not in program("train", "--resume", run).stdout
+
+    def test_a_run_of_an_older_version_goes_on_with_a_note(self, run, finished):
+        cut(run)
+        as_of_an_older_version(run)
+        config = run / "config.toml"
+        later = r"^(shuffle|perturb|diagnose-\w+) = .*\n"
+        config.write_text(re.sub(later, "", config.read_text(), flags=re.M))
+        done = program("train", "--resume", run)
+        assert done.stdout.count("from an older version") == 1
+        assert curve(run) == curve(finished) and last_weights(run) == last_weights(finished)
+        assert config.read_text().startswith("# A run of group-muon, format 2")
+
+    def test_a_run_of_an_older_version_has_the_keys_of_that_version(self, run):
+        cut(run)
+        as_of_an_older_version(run)
+        config = run / "config.toml"
+        config.write_text(re.sub(r"^momentum = .*\n", "", config.read_text(), flags=re.M))
+        refused(run, "has no momentum under [muon]")
+
+    def test_a_checksum_cannot_be_lost_together_with_a_key(self, run):
+        cut(run)
+        config = run / "config.toml"
+        text = config.read_text().split("\n", 1)[1]
+        config.write_text(re.sub(r"^shuffle = .*\n", "", text, flags=re.M))
+        refused(run, "has no shuffle", "was made with shuffle = false")
+
+    def test_a_checkpoint_of_another_run_is_refused(self, run, tmp_path):
+        data = re.search(r'^data = "(.*?)"', (run / "config.toml").read_text(), re.M)[1]
+        train(data, tmp_path / "other", seed=3)
+        cut(run)
+        other = tmp_path / "other/checkpoints/step-000012"
+        shutil.copytree(other, run / "checkpoints/step-000012")
+        refused(run, "seed = 0", "was made with seed = 3")
+
+
+class TestCheckpointOfARun:
+    @pytest.mark.parametrize("older", [False, True])
+    @pytest.mark.parametrize(
+        "changes",
+        [{"step": 11}, {"step": 13}, {"step": -3}, {"step": "8"}, {"files": {}}, {"files": 3}],
+    )
+    def test_a_changed_state_is_refused_and_nothing_is_moved(self, run, older, changes):
+        if older:
+            as_of_an_older_version(run)
+        state_of(run / "checkpoints/step-000012", **changes)
+        refused(run, "step-000012' is damaged", "--resume", "step-000008")
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+    def test_each_file_has_its_checksum(self, run, name):
+        as_of_an_older_version(run)
+        path = run / "checkpoints/step-000012"
+        files = json.loads((path / "state.json").read_text())["files"]
+        state_of(path, files={key: files[key] for key in files if key != name})
+        refused(run, f"state.json has no checksum of {name}")
+
+    def test_the_step_is_that_of_the_name_and_of_the_tensors(self, run):
+        (run / "checkpoints/step-000008").rename(run / "checkpoints/step-000011")
+        refused(run / "checkpoints/step-000011", "state.json says step 8")
+        as_of_an_older_version(run)
+        state_of(run / "checkpoints/step-000011", step=11)
+        refused(
+            run / "checkpoints/step-000011", "state.json says step 11, but model.safetensors says 8"
+        )
+
+    def test_a_step_beyond_the_last_is_refused(self, run):
+        as_of_an_older_version(run)
+        config = run / "config.toml"
+        config.write_text(config.read_text().replace("steps = 12 ", "steps = 8 "))
+        refused(run, "the checkpoint is of step 12", "has 8 steps")
+
+
+class TestRecordOfARun:
+    @pytest.mark.parametrize("harm", ["empty", "missing", "short", "garbage"])
+    def test_lost_lines_are_said_and_nothing_is_deleted(self, run, finished, harm):
+        cut(run)
+        path = run / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        if harm == "missing":
+            path.unlink()
+        else:
+            kept = {"empty": [], "short": lines[:4], "garbage": [*lines[:4], "}{\n", *lines[5:]]}
+            path.write_text("".join(kept[harm]))
+        before = path.read_text() if path.exists() else None
+        done = program("train", "--resume", run)
+        assert "note: metrics.jsonl has only" in done.stdout
+        assert "of the 8 steps that were done" in done.stdout
+        assert last_weights(run) == last_weights(finished)
+        assert curve(run)[-4:] == curve(finished)[-4:]
+        if harm == "garbage":
+            assert "1 lines that cannot be read" in done.stdout
+            assert (run / "metrics.jsonl.damaged").read_text() == before
+
+    def test_a_line_that_a_kill_cut_off_is_no_damage(self, run, finished):
+        cut(run)
+        path = run / "metrics.jsonl"
+        path.write_text(path.read_text()[:-20])
+        assert "metrics.jsonl" not in program("train", "--resume", run).stdout
+        assert curve(run) == curve(finished)
+
+    def test_a_record_that_cannot_be_continued_is_an_error(self, run):
+        cut(run)
+        (run / "metrics.jsonl").unlink()
+        (run / "metrics.jsonl/x").mkdir(parents=True)
+        refused(run, "metrics.jsonl' is not a file and cannot be continued")
+
+
+class TestInit:
+    def begin(self, run, tmp_path, init, *messages):
+        data = re.search(r'^data = "(.*?)"', (run / "config.toml").read_text(), re.M)[1]
+        done = train(data, tmp_path / "second", check=False, init=init)
+        assert (done.returncode == 0) == (not messages), done.stderr
+        assert (tmp_path / "second").exists() == (not messages)
+        for message in messages:
+            assert message in done.stderr
+        assert done.stderr.count("\n") <= 1
+
+    @pytest.mark.parametrize(
+        "given", ["", "checkpoints/step-000012", "checkpoints/step-000012/model.safetensors"]
+    )
+    def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(self, run, tmp_path, given):
+        path = run / "checkpoints/step-000012/model.safetensors"
+        weights = bytearray(path.read_bytes())
+        weights[5000] ^= 64
+        path.write_bytes(weights)
+        offer = f"--init {run / 'checkpoints/step-000008'}"
+        self.begin(run, tmp_path, run / given, "model.safetensors has the wrong checksum", offer)
+        self.begin(run, tmp_path, run / "checkpoints/step-000008")
+
+    @pytest.mark.parametrize(
+        ("harm", "message"),
+        [
+            ("head", "lm_head.weight differs from transformer.wte.weight"),
+            ("nan", "transformer.h.1.mlp.c_fc.weight contains nan"),
+            ("infinite", "transformer.h.1.mlp.c_fc.weight contains a value of size inf"),
+            ("huge", "transformer.h.1.mlp.c_fc.weight contains a value of size 3e+36"),
+            ("extra", "this one has no transformer.wpe.weight"),
+            ("missing", "has no transformer.h.1.mlp.c_fc.weight"),
+            ("shape", "transformer.h.1.mlp.c_fc.weight should have the shape"),
+            ("none", None),
+        ],
+    )
+    def test_weights_of_others_are_checked(self, run, tmp_path, harm, message):
+        weights = load_file(run / "checkpoints/step-000012/model.safetensors")
+        name = "transformer.h.1.mlp.c_fc.weight"
+        if harm == "head":
+            weights["lm_head.weight"][3, 3] += 1
+        elif harm == "extra":
+            weights["transformer.wpe.weight"] = torch.zeros(16, 32)
+        elif harm == "missing":
+            del weights[name]
+        elif harm == "shape":
+            weights[name] = weights[name].t().contiguous()
+        elif harm != "none":
+            weights[name][2, 1] = {"nan": math.nan, "infinite": math.inf, "huge": 3e36}[harm]
+        save_file(weights, tmp_path / "weights.safetensors")
+        self.begin(run, tmp_path, tmp_path / "weights.safetensors", *([message] if message else []))
+
+
+LONG = {"steps": 100000, "checkpoint-interval": 0, "validation-interval": 50000}
+
+
+class Running:
+    """A training process that has done ten steps."""
+
+    def __init__(self, data, run, **options):
+        command = [PROGRAM, "train", *arguments(data, run, **{**LONG, **options})]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while "step 10/" not in self.process.stdout.readline():
+            pass
+
+    def __enter__(self):
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+class TestFolder:
+    @pytest.mark.parametrize("fate", ["deleted", "moved", "replaced"])
+    def test_a_run_whose_folder_is_gone_stops_and_does_not_come_back(self, tmp_path, data, fate):
+        run = tmp_path / "run"
+        with Running(data, run) as process:
+            if fate == "deleted":
+                shutil.rmtree(run)
+            else:
+                run.rename(tmp_path / "elsewhere")
+            if fate == "replaced":
+                run.mkdir()
+            _, error = process.communicate(timeout=60)
+        assert process.returncode == 1 and error.count("\n") == 1
+        word = "deleted" if fate == "deleted" else f"moved to '{tmp_path / 'elsewhere'}'"
+        assert f"'{run}' was {word}" in error
+        assert list(run.iterdir()) == [] if fate == "replaced" else not run.exists()
+
+    def test_deleting_the_lock_lets_nobody_in(self, tmp_path, data):
+        with Running(data, tmp_path / "run"):
+            (tmp_path / "run/lock").unlink()
+            done = program("train", "--resume", tmp_path / "run", check=False)
+        assert done.returncode == 1 and "another process is training in" in done.stderr
+
+    def test_parts_of_a_run_are_named(self, tmp_path, data):
+        (tmp_path / "run/checkpoints").mkdir(parents=True)
+        done = train(data, tmp_path / "run", check=False)
+        assert done.returncode == 1 and "(checkpoints, but no config.toml)" in done.stderr
+
+
+class TestStop:
+    @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGPIPE"])
+    def test_signals_lead_to_a_checkpoint(self, tmp_path, data, name):
+        run = tmp_path / "run"
+        with Running(data, run) as process:
+            if name == "SIGPIPE":
+                process.stdout.close()  # as in: train | head
+            else:
+                process.send_signal(signal.Signals[name])
+            process.wait(timeout=60)
+        assert process.returncode == 128 + signal.Signals[name]
+        (only,) = checkpoints(run)
+        stopped = json.loads((run / "checkpoints" / only / "state.json").read_text())
+        assert stopped["step"] >= 10 and values(run, "step")[-1] == stopped["step"]
+
+    def test_nohup_is_respected(self, tmp_path, data):
+        command = ["nohup", PROGRAM, "train", *arguments(data, tmp_path / "run", **LONG)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while "step 10/" not in process.stdout.readline():
+                pass
+            process.send_signal(signal.SIGHUP)
+            while "step 20/" not in process.stdout.readline():
+                pass
+            process.kill()
+
+    def test_closed_streams_do_not_end_up_in_files(self, tmp_path, data):
+        words = [PROGRAM, "train", *arguments(data, tmp_path / "run")]
+        closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *map(str, words)]
+        assert subprocess.run(closed, check=False).returncode == 0
+        assert len(values(tmp_path / "run", "loss")) == 12  # every line is JSON
+
+    @pytest.mark.parametrize("during", ["step", "validation"])
+    def test_a_stop_is_heeded_between_micro_batches(self, tmp_path, data, during):
+        # A step of 200,000 micro-batches, or a validation of as many, takes many minutes.
+        write_shard(data / "val_000000.bin", random_walk(4_000_000))
+        write_shard(data / "train_000000.bin", random_walk(4_000_000))
+        many = {"batch": 200_000} if during == "step" else {"validation-tokens": 4_000_000}
+        options = {**LONG, **many, "micro-batch": 1}
+        command = [PROGRAM, "train", *arguments(data, tmp_path / "run", **options)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            begun = "validation loss" if during == "step" else "run "
+            while begun not in process.stdout.readline():
+                pass
+            process.terminate()
+            process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert checkpoints(tmp_path / "run") == ["step-000000"]
+
+
+class TestPacked:
+    def test_shared_groups_mean_nothing_to_a_packed_matrix(self, tmp_path, data):
+        options = {"qkv": "packed", "qk-group": "all"}
+        for name, shared in (("a", "false"), ("b", "true")):
+            train(data, tmp_path / name, **options, **{"share-qk": shared})
+        assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
 class TestPerturb:
     def test_one_rounding_error_makes_a_run_of_its_own(self, tmp_path, data):
         for name, perturb in (("a", 0), ("b", 1), ("c", 1), ("d", 2)):
@@ -619,17 +979,6 @@ class TestBadInput:
         write_shard(data / "train_000000.bin", tokens)
         self.refused(data, tmp_path / "run", data / "train_000000.bin", "64")
 
-    def test_a_loss_that_is_no_number(self, tmp_path, data):
-        torch.manual_seed(0)
-        model = Gpt(TINY["layers"], TINY["heads"], TINY["width"], vocabulary=64)
-        with torch.no_grad():
-            model.lm_head.weight[0, 0] = math.nan
-        save_model(model, tmp_path / "weights")
-        options = {"init": tmp_path / "weights", "validation-interval": 100}
-        done = train(data, tmp_path / "run", check=False, **options)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1
-        assert re.search(r"group-muon: step 0: the validation loss is -?nan", done.stderr)
-
     def test_a_run_that_diverges_keeps_its_last_good_checkpoint(self, tmp_path, data):
         run = tmp_path / "run"
         # Weight decay that multiplies weights by -10⁶ per step.
@@ -639,7 +988,9 @@ class TestBadInput:
         assert re.search(r"group-muon: step \d+: .* cannot continue", done.stderr)
         newest = run / "checkpoints" / checkpoints(run)[-1]
         assert str(newest) in done.stderr
-        assert load_file(newest / "model.safetensors")["lm_head.weight"].isfinite().all()
+        for name in checkpoints(run):
+            for weight in load_file(run / "checkpoints" / name / "model.safetensors").values():
+                assert weight.isfinite().all()
 
     def test_a_corrupted_checkpoint(self, tmp_path, data):
         run = tmp_path / "run"

@@ -11,8 +11,8 @@
 #include <numeric>
 #include <thread>
 
+#include "gpt/manifest.h"
 #include "gpt/shards.h"
-#include "gpt/tokenizer.h"
 #include "train/batch.h"
 #include "train/candidates.h"
 #include "train/checkpoint.h"
@@ -30,8 +30,6 @@ using torch::Tensor;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMicroBatchTokens = 4096;
-constexpr int64_t kGpt2Vocabulary = 50257;
-constexpr const char* kVocabularyFile = "/vocabulary.tiktoken";
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -187,6 +185,11 @@ Trainer::Trainer(const Config& config, const Listener& listener)
             "; using all of it"));
   }
   if (listener_.note) {
+    if (!training_.has_manifest()) {
+      listener_.note(
+          "'" + config.data + "' has no " + gpt::kManifestFile +
+          ", so damaged or mixed shards cannot be recognized; 'group-muon tokenize' writes one");
+    }
     for (const auto& note : unused_groupings(config)) listener_.note(note);
     const std::string note = software_bf16_note(config);
     if (!note.empty()) listener_.note(note);
@@ -480,11 +483,7 @@ Config resolved(Config config) {
   for (auto* path : {&config.data, &config.init}) {  // a resumed run may start elsewhere
     if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
   }
-  if (config.vocabulary == 0) {
-    const std::string file = config.data + kVocabularyFile;
-    config.vocabulary =
-        fs::exists(file) ? gpt::Vocabulary::from_tiktoken(file).size() : kGpt2Vocabulary;
-  }
+  if (config.vocabulary == 0) config.vocabulary = gpt::vocabulary_of_data(config.data);
   if (config.micro_batch == 0) {
     config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
   }
@@ -506,8 +505,9 @@ Outcome train(const Config& given, const Listener& listener, std::shared_ptr<Fol
   make_folder(config.out);
   if (!lock) lock = std::make_shared<FolderLock>(config.out);
   refuse_existing(config);  // another process may have started a run in the meantime
-  if (fs::exists(config.data + kVocabularyFile)) {
-    replace_file(config.out + kVocabularyFile, read_text(config.data + kVocabularyFile));
+  const std::string vocabulary = std::string("/") + gpt::kVocabularyFile;
+  if (fs::exists(config.data + vocabulary)) {
+    replace_file(config.out + vocabulary, read_text(config.data + vocabulary));
   }
   record_start(config);
   if (listener.begin) listener.begin(config.out);

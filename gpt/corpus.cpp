@@ -6,8 +6,8 @@
 #include <atomic>
 #include <cmath>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <thread>
 
@@ -61,7 +61,8 @@ struct Batch {
   std::vector<Part> parts;
 
   void add(const TextPart& part, bool validation) {
-    parts.push_back({text.size(), text.size() + part.text.size(), part.starts_document, validation});
+    parts.push_back(
+        {text.size(), text.size() + part.text.size(), part.starts_document, validation});
     text += part.text;
   }
   std::string_view view(const Part& part) const {
@@ -306,8 +307,8 @@ std::string place_for(const CorpusOptions& options) {
   place = fs::canonical(place, error);
   if (error || !fs::is_directory(place, error)) refuse("is not a folder; choose another --out");
   struct stat own{}, parent{};
-  const bool known = ::stat(place.c_str(), &own) == 0 &&
-                     ::stat(place.parent_path().c_str(), &parent) == 0;
+  const bool known =
+      ::stat(place.c_str(), &own) == 0 && ::stat(place.parent_path().c_str(), &parent) == 0;
   if (!known || own.st_dev != parent.st_dev || place == place.root_path() ||
       fs::equivalent(place, ".", error)) {
     refuse("is the current folder or a mount point; set --out to a new folder inside it");

@@ -21,8 +21,8 @@ struct CorpusOptions {
   std::string vocabulary;  // as for Vocabulary::from_file; empty: learn one
   int64_t learn_size = 0;  // size of the vocabulary to learn from the training text
   int64_t shard_tokens = 100'000'000;
-  int threads = 1;         // at most; fewer if the system does not give as many
-  bool overwrite = false;  // replace the data in the folder
+  int threads = 1;                     // at most; fewer if the system does not give as many
+  bool overwrite = false;              // replace the data in the folder
   std::string program = "group-muon";  // for the manifest
 };
 

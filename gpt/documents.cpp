@@ -14,12 +14,14 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kEndOfText = "<|endoftext|>";
 constexpr size_t kReadBytes = size_t{1} << 20;
-constexpr size_t kPartBytes = size_t{1} << 19;      // a part is cut at the first chance after this
-constexpr size_t kLongestPart = size_t{64} << 20;   // without a chance to cut, it is not text
+constexpr size_t kPartBytes = size_t{1} << 19;     // a part is cut at the first chance after this
+constexpr size_t kLongestPart = size_t{64} << 20;  // without a chance to cut, it is not text
 
 // Class of the character that ends before `at`.
 CharClass class_before(std::string_view text, size_t at) {
-  const auto continues = [&](size_t i) { return (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80; };
+  const auto continues = [&](size_t i) {
+    return (static_cast<unsigned char>(text[i]) & 0xc0) == 0x80;
+  };
   size_t begin = at - 1;
   while (begin > 0 && at - begin < 4 && continues(begin)) --begin;
   const auto c = char_at(text, begin);
@@ -55,12 +57,12 @@ class Splitter {
   int64_t offset_;  // of text_ in the file
   bool separators_;
   const TakePart& take_;
-  std::string text_;       // not yet emitted, with what was since the last feed()
-  size_t begin_ = 0;       // what is not yet emitted
-  bool emitted_ = false;   // whether a part of the current document was
-  size_t line_ = 0;        // where the last line begins
-  size_t searched_ = 0;    // for line ends
-  size_t uncut_ = 0;       // where the search for a cut goes on
+  std::string text_;      // not yet emitted, with what was since the last feed()
+  size_t begin_ = 0;      // what is not yet emitted
+  bool emitted_ = false;  // whether a part of the current document was
+  size_t line_ = 0;       // where the last line begins
+  size_t searched_ = 0;   // for line ends
+  size_t uncut_ = 0;      // where the search for a cut goes on
 };
 
 void Splitter::feed(std::string_view piece) {
@@ -196,8 +198,7 @@ void for_each_part(const std::string& path, const TakePart& take) {
   splitter.end();
 }
 
-void for_each_part(
-    const std::string& path, int64_t offset, int64_t size, const TakePart& take) {
+void for_each_part(const std::string& path, int64_t offset, int64_t size, const TakePart& take) {
   const InputFile file(path);
   Splitter splitter(path, offset, /*separators=*/false, take);
   std::string piece(kReadBytes, '\0');

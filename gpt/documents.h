@@ -25,7 +25,6 @@ std::vector<std::string> text_files(const std::vector<std::string>& inputs);
 void for_each_part(const std::string& file, const TakePart& take);
 
 /// The same for `size` bytes of a file, beginning at `offset`, that are one document.
-void for_each_part(
-    const std::string& file, int64_t offset, int64_t size, const TakePart& take);
+void for_each_part(const std::string& file, int64_t offset, int64_t size, const TakePart& take);
 
 }  // namespace gpt

@@ -134,8 +134,8 @@ void ShardWriter::write(const std::vector<uint32_t>& tokens) {
   for (size_t at = 0; at < tokens.size();) {
     if (!shard_) open();
     auto& [file, record, block] = *shard_;
-    const auto room = static_cast<size_t>(std::min(
-        shard_tokens_ - record.tokens, kBlockTokens - static_cast<int64_t>(block.size())));
+    const auto room = static_cast<size_t>(
+        std::min(shard_tokens_ - record.tokens, kBlockTokens - static_cast<int64_t>(block.size())));
     const size_t count = std::min(room, tokens.size() - at);
     block.insert(block.end(), tokens.data() + at, tokens.data() + at + count);
     record.tokens += static_cast<int64_t>(count);
@@ -209,8 +209,9 @@ void TokenStream::File::read(int64_t offset, int64_t tokens, std::vector<uint16_
   // A write changes the time first and the content after that, so the time is looked at last.
   if (got < bytes || file.stamp() != stamp) {
     fail(
-        file.path(), "was changed while it was in use; restore it, or make the data again with "
-                     "'group-muon tokenize --overwrite', which does not disturb a running training");
+        file.path(),
+        "was changed while it was in use; restore it, or make the data again with "
+        "'group-muon tokenize --overwrite', which does not disturb a running training");
   }
 }
 
@@ -242,7 +243,8 @@ TokenStream::TokenStream(const std::string& folder, const std::string& split, in
                     " entries, but the model's vocabulary is " + std::to_string(vocabulary) +
                     "; remove --vocabulary to use the data's");
   }
-  const auto records = manifest ? records_of(*manifest, split) : std::map<std::string, ShardRecord>();
+  const auto records =
+      manifest ? records_of(*manifest, split) : std::map<std::string, ShardRecord>();
   for (const auto& [name, record] : records) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
       fail(folder, "lacks '" + name + "', which its manifest lists" + remedy());

@@ -12,8 +12,8 @@
 namespace gpt {
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 16;  // pieces an encoder caches
-constexpr size_t kLongestRemembered = 64;    // longest cached piece, in bytes
+constexpr size_t kMemory = size_t{1} << 16;         // pieces an encoder caches
+constexpr size_t kLongestRemembered = 64;           // longest cached piece, in bytes
 constexpr size_t kLargestFile = size_t{256} << 20;  // of a vocabulary
 
 __extension__ using uint128 = unsigned __int128;
@@ -319,7 +319,8 @@ Vocabulary Vocabulary::parse_merges(std::string_view text, const std::string& na
   });
   if (tokens.size() == names.tokens.size()) {
     throw std::runtime_error(
-        "the vocabulary '" + name + "' is empty; give a GPT-2 vocab.bpe, a .tiktoken file, or gpt2");
+        "the vocabulary '" + name +
+        "' is empty; give a GPT-2 vocab.bpe, a .tiktoken file, or gpt2");
   }
   if (!whole) {
     throw std::runtime_error(

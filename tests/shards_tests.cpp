@@ -102,8 +102,9 @@ TEST_F(ShardsTest, BlocksAreComparedWithTheManifestWhenTheyAreFirstRead) {
   EXPECT_NO_THROW(tokens.read(0, 1000, out.data()));
   EXPECT_NO_THROW(tokens.read(3 * kBlockTokens - 1000, 1000, out.data()));
   EXPECT_NE(
-      error_of<std::runtime_error>([&] { tokens.read(kBlockTokens - 999, 1000, out.data()); })
-          .find("is damaged: its tokens from position 524288 on"),
+      error_of<std::runtime_error>([&] {
+        tokens.read(kBlockTokens - 999, 1000, out.data());
+      }).find("is damaged: its tokens from position 524288 on"),
       std::string::npos);
 }
 
@@ -118,8 +119,9 @@ TEST_F(ShardsTest, AFileThatIsWrittenToIsRefusedAndOneThatIsReplacedIsNot) {
   fs::rename(folder_ / "elsewhere", folder_ / "train_000000.bin");
   fs::resize_file(folder_ / "train_000000.bin", 1024 + 100);
   EXPECT_NE(
-      error_of<std::runtime_error>([&] { tokens.read(5, 1, &token); })
-          .find("train_000000.bin' was changed while it was in use"),
+      error_of<std::runtime_error>([&] {
+        tokens.read(5, 1, &token);
+      }).find("train_000000.bin' was changed while it was in use"),
       std::string::npos);
 }
 

@@ -173,7 +173,15 @@ class TestWholeOrNotThere:
         old = contents(made)
         for out, flags in ((tmp_path / "new", []), (made, ["--overwrite"])):
             command = [PROGRAM, "tokenize", "-", "--out", str(out), "--vocabulary", str(vocabulary)]
-            command += ["--shard-tokens", "50000", "--validation-fraction", "0", "--threads", "1", *flags]
+            command += [
+                "--shard-tokens",
+                "50000",
+                "--validation-fraction",
+                "0",
+                "--threads",
+                "1",
+                *flags,
+            ]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             with contextlib.suppress(BrokenPipeError):
                 # It is in the midst of writing shards, since it waits for more text.
@@ -321,7 +329,9 @@ class TestMemory:
         documents = 1 if kind in ("one document", "standard input") else 50
         peaks = []
         for megabytes in (8, 80):
-            text = make_text(tmp_path / f"{megabytes}.txt", megabytes, documents=0 if documents == 1 else 50)
+            text = make_text(
+                tmp_path / f"{megabytes}.txt", megabytes, documents=0 if documents == 1 else 50
+            )
             out = tmp_path / f"out-{megabytes}"
             words = [PROGRAM, "tokenize", "--threads", 2, "--out", out]
             words += ["--learn", 300] if kind == "learning" else []
@@ -376,7 +386,10 @@ class TestMemory:
                 "tokenize", *words, "--out", out, "--threads", 1000, check=False, preexec_fn=limit
             )
             if done.returncode == 0:
-                assert contents(out)["train_000000.bin"] == contents(tmp_path / "one")["train_000000.bin"]
+                assert (
+                    contents(out)["train_000000.bin"]
+                    == contents(tmp_path / "one")["train_000000.bin"]
+                )
             else:
                 refused(done, "memory ran out", "--threads")
         assert done.returncode == 0

@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <limits>
@@ -50,6 +51,8 @@ int main(int argc, char** argv) {
   // Activations are allocated and freed at every step: keep freed memory instead of returning it to the system.
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  std::signal(
+      SIGXFSZ, SIG_IGN);  // a limit on file sizes is an error of the write, which names the file
   CLI::App app("Group Muon: train GPTs from raw text with Muon on groups of attention heads");
   app.require_subcommand(0, 1);
   app.get_formatter()->column_width(34);

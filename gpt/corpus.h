@@ -11,22 +11,19 @@
 
 namespace gpt {
 
-/// Calls take(document) for every document of the inputs, in order. An input is a file, a folder (all its .txt
-/// files, recursively, sorted by path) or "-" for standard input. In a file, a line <|endoftext|> separates
-/// documents. Empty documents are skipped.
-void for_each_document(
-    const std::vector<std::string>& inputs, const std::function<void(std::string_view)>& take);
-
 struct CorpusOptions {
+  /// Files, folders (all their .txt files, recursively, sorted by path) or "-" for standard input. In a file, a line
+  /// <|endoftext|> separates documents. Documents of blanks alone are skipped.
   std::vector<std::string> inputs;
   std::vector<std::string> validation_inputs;  // empty: use a fraction of the inputs' documents
   double validation_fraction = 0.01;
-  std::string folder;      // output folder for the shards and vocabulary.tiktoken
+  std::string folder;      // output folder
   std::string vocabulary;  // as for Vocabulary::from_file; empty: learn one
   int64_t learn_size = 0;  // size of the vocabulary to learn from the training text
   int64_t shard_tokens = 100'000'000;
-  int threads = 1;
-  bool overwrite = false;  // delete shards already in the folder
+  int threads = 1;                     // at most; fewer if the system does not give as many
+  bool overwrite = false;              // replace the data in the folder
+  std::string program = "group-muon";  // for the manifest
 };
 
 struct CorpusCounts {
@@ -43,9 +40,13 @@ struct CorpusSummary {
 /// Reports the current stage ("counting", "learning", "encoding") and the fraction done, from 0 to 1.
 using CorpusProgress = std::function<void(const char* stage, double fraction)>;
 
-/// Writes train_*.bin, val_*.bin and vocabulary.tiktoken. Every document is preceded by the end-of-text token. With
-/// a fraction, validation documents are spread evenly over the inputs, at least one; if there is only one document,
+/// Writes train_*.bin, val_*.bin, vocabulary.tiktoken and manifest.json to a hidden folder beside the final one, and
+/// renames it when all is synced: the folder is whole or not there. Every document is preceded by the end-of-text token.
+/// With a fraction, validation documents are spread evenly over the inputs, at least one; if there is only one document,
 /// its end is used.
+///
+/// Text is read in pieces. Memory grows with the number of threads and the longest word, and when learning with the
+/// number of different words, but not with the text.
 CorpusSummary tokenize_corpus(const CorpusOptions& options, const CorpusProgress& progress);
 
 }  // namespace gpt

@@ -6,10 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "gpt/manifest.h"
+
 namespace gpt {
 
-/// Writes FOLDER/SPLIT_000000.bin, FOLDER/SPLIT_000001.bin, … with at most `shard_tokens` tokens each. A shard has a
-/// temporary name until it is complete.
+/// Writes FOLDER/SPLIT_000000.bin, FOLDER/SPLIT_000001.bin, … with at most `shard_tokens` tokens each. Every error, a full
+/// disk included, is thrown by write() or finish().
 class ShardWriter {
  public:
   ShardWriter(std::string folder, std::string split, int64_t shard_tokens);
@@ -17,22 +19,24 @@ class ShardWriter {
   ShardWriter(ShardWriter&&) noexcept;
 
   void write(const std::vector<uint32_t>& tokens);
-  /// Closes the last shard and returns the number of tokens written.
-  int64_t finish();
+  /// Closes the last shard and returns what was written. The files are synced.
+  std::vector<ShardRecord> finish();
 
  private:
   struct Shard;
   void open();
+  void flush();
   void close();
 
   std::string folder_, split_;
   int64_t shard_tokens_;
-  int64_t total_ = 0;
-  int next_number_ = 0;
   std::unique_ptr<Shard> shard_;
+  std::vector<ShardRecord> written_;
 };
 
-/// All shards of a split, read as one stream. Files are memory-mapped.
+/// All shards of a split, read as one stream. If the folder has a manifest, whatever is read was compared with it.
+/// Files stay open, so a stream outlives the deletion or replacement of its files; one that is written to is refused by
+/// the next read. Not thread-safe.
 class TokenStream {
  public:
   /// Opens the files in `folder` whose names contain the word `split` and end in .bin, sorted by name:
@@ -43,6 +47,8 @@ class TokenStream {
   TokenStream(TokenStream&&) noexcept;
 
   int64_t size() const { return size_; }
+  /// Whether the folder has a manifest.
+  bool has_manifest() const { return has_manifest_; }
   /// Copies `count` tokens, starting at `position`, to `out`. They must lie within the stream.
   void read(int64_t position, int64_t count, int64_t* out) const;
 
@@ -51,6 +57,7 @@ class TokenStream {
   std::vector<File> files_;
   int64_t size_ = 0;
   int64_t vocabulary_;
+  bool has_manifest_;
 };
 
 /// Where the k-th training sequence starts. The stream is cut into windows of `context` tokens (the token after a

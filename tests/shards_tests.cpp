@@ -1,10 +1,12 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
 
+#include "gpt/files.h"
 #include "gpt/shards.h"
 #include "testing.h"
 
@@ -61,15 +63,79 @@ TEST_F(ShardsTest, AStreamReadsAcrossFiles) {
   EXPECT_THROW(tokens.read(1000, 1, &past), std::runtime_error);
 }
 
-TEST_F(ShardsTest, AShardHasItsNameOnlyWhenItIsWhole) {
-  {
-    ShardWriter writer(folder_.string(), "train", 100);
-    writer.write(counting(150));
-    EXPECT_TRUE(fs::exists(folder_ / "train_000000.bin"));
-    EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin"));
-  }  // not finished
-  EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin"));
-  EXPECT_FALSE(fs::exists(folder_ / "train_000001.bin.tmp"));
+TEST_F(ShardsTest, AWriterReportsAChecksumForEveryBlock) {
+  ShardWriter writer(folder_.string(), "train", 2 * kBlockTokens + 10);
+  std::vector<uint32_t> tokens(2 * kBlockTokens + 15);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint32_t>(i * i % 65536);
+  for (size_t at = 0; at < tokens.size(); at += 1000) {  // in pieces that do not fit the blocks
+    const auto end = std::min(at + 1000, tokens.size());
+    writer.write({tokens.begin() + static_cast<std::ptrdiff_t>(at), tokens.begin() + end});
+  }
+  const auto records = writer.finish();
+  ASSERT_EQ(records.size(), 2U);
+  EXPECT_EQ(records[0].name, "train_000000.bin");
+  EXPECT_EQ(records[0].tokens, 2 * kBlockTokens + 10);
+  EXPECT_EQ(records[1].tokens, 5);
+  const std::vector<uint16_t> narrow(tokens.begin(), tokens.end());
+  const std::vector<uint32_t> expected = {
+      crc32c(0, narrow.data(), 2 * kBlockTokens),
+      crc32c(0, narrow.data() + kBlockTokens, 2 * kBlockTokens),
+      crc32c(0, narrow.data() + 2 * kBlockTokens, 20)};
+  EXPECT_EQ(records[0].crcs, expected);
+}
+
+TEST_F(ShardsTest, BlocksAreComparedWithTheManifestWhenTheyAreFirstRead) {
+  ShardWriter writer(folder_.string(), "train", 4 * kBlockTokens);
+  writer.write(std::vector<uint32_t>(3 * kBlockTokens, 7));
+  const std::string vocabulary = "a vocabulary";
+  std::ofstream(folder_ / kVocabularyFile) << vocabulary;
+  Manifest manifest;
+  manifest.vocabulary = 300;
+  manifest.vocabulary_crc = crc32c(0, vocabulary.data(), vocabulary.size());
+  manifest.shards = writer.finish();
+  write_manifest(folder_.string(), manifest);
+  EXPECT_EQ(vocabulary_of_data(folder_.string()), 300);
+  spoil(256 + kBlockTokens / 2 + 100, 8);  // in the second block
+  const auto tokens = stream();
+  EXPECT_TRUE(tokens.has_manifest());
+  std::vector<int64_t> out(1000);
+  EXPECT_NO_THROW(tokens.read(0, 1000, out.data()));
+  EXPECT_NO_THROW(tokens.read(3 * kBlockTokens - 1000, 1000, out.data()));
+  EXPECT_NE(
+      error_of<std::runtime_error>([&] {
+        tokens.read(kBlockTokens - 999, 1000, out.data());
+      }).find("is damaged: its tokens from position 524288 on"),
+      std::string::npos);
+}
+
+TEST_F(ShardsTest, AFileThatIsWrittenToIsRefusedAndOneThatIsReplacedIsNot) {
+  write(counting(1000), 2000);
+  const auto tokens = stream();
+  int64_t token = 0;
+  fs::rename(folder_ / "train_000000.bin", folder_ / "elsewhere");
+  write(std::vector<uint32_t>(1000, 9), 2000);
+  tokens.read(5, 1, &token);
+  EXPECT_EQ(token, 5);
+  fs::rename(folder_ / "elsewhere", folder_ / "train_000000.bin");
+  fs::resize_file(folder_ / "train_000000.bin", 1024 + 100);
+  EXPECT_NE(
+      error_of<std::runtime_error>([&] {
+        tokens.read(5, 1, &token);
+      }).find("train_000000.bin' was changed while it was in use"),
+      std::string::npos);
+}
+
+TEST_F(ShardsTest, MoreFilesThanAProcessMayOpenAtFirst) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  write(counting(200), 1);
+  const rlimit few = {100, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  const auto tokens = stream();
+  std::vector<int64_t> out(200);
+  tokens.read(0, 200, out.data());
+  EXPECT_EQ(out[199], 199);
+  ::setrlimit(RLIMIT_NOFILE, &before);
 }
 
 TEST_F(ShardsTest, BadFilesAreRefusedByName) {
@@ -77,7 +143,7 @@ TEST_F(ShardsTest, BadFilesAreRefusedByName) {
   write(counting(10), 100);
   spoil(0, 7);
   EXPECT_NE(
-      error_of_stream().find("train_000000.bin': is not a token shard (its magic number is 7"),
+      error_of_stream().find("train_000000.bin' is not a token shard (its magic number is 7"),
       std::string::npos);
   spoil(0, 20240520);
   spoil(1, 2);

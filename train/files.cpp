@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -102,42 +101,7 @@ std::string temporary_for(const std::string& path) {
   return path + "." + std::to_string(::getpid()) + ".tmp";
 }
 
-// Tables for processing eight bytes at a time: table[k][b] is the CRC of byte b followed by k zero bytes.
-using Tables = std::array<std::array<uint32_t, 256>, 8>;
-
-Tables make_tables() {
-  constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, reflected
-  Tables tables{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? kPolynomial : 0);
-    tables[0][byte] = crc;
-  }
-  for (size_t k = 1; k < 8; ++k) {
-    for (size_t byte = 0; byte < 256; ++byte) {
-      const uint32_t crc = tables[k - 1][byte];
-      tables[k][byte] = (crc >> 8) ^ tables[0][crc & 0xff];
-    }
-  }
-  return tables;
-}
-
 }  // namespace
-
-uint32_t crc32c(uint32_t crc, const void* bytes, size_t count) {
-  static const Tables tables = make_tables();
-  const auto* at = static_cast<const unsigned char*>(bytes);
-  crc = ~crc;
-  for (; count >= 8; count -= 8, at += 8) {
-    crc ^= static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
-           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
-    crc = tables[7][crc & 0xff] ^ tables[6][crc >> 8 & 0xff] ^ tables[5][crc >> 16 & 0xff] ^
-          tables[4][crc >> 24] ^ tables[3][at[4]] ^ tables[2][at[5]] ^ tables[1][at[6]] ^
-          tables[0][at[7]];
-  }
-  for (; count > 0; --count, ++at) crc = (crc >> 8) ^ tables[0][(crc ^ *at) & 0xff];
-  return ~crc;
-}
 
 uint32_t crc32c_of_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -148,26 +112,6 @@ uint32_t crc32c_of_file(const std::string& path) {
     crc = crc32c(crc, chunk.data(), static_cast<size_t>(file.gcount()));
   }
   return crc;
-}
-
-OutputFile::OutputFile(const std::string& path, bool append)
-    : path_(path),
-      descriptor_(
-          ::open(
-              path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (append ? O_APPEND : O_TRUNC), 0666)) {
-  if (descriptor_ < 0) fail(path_, "cannot be written");
-}
-
-OutputFile::~OutputFile() { ::close(descriptor_); }
-
-void OutputFile::write(const void* bytes, size_t count) {
-  crc_ = crc32c(crc_, bytes, count);
-  bytes_ += static_cast<int64_t>(count);
-  write_all(descriptor_, {static_cast<const char*>(bytes), count}, path_);
-}
-
-void OutputFile::sync() {
-  if (::fsync(descriptor_) != 0) fail(path_, "cannot be written");
 }
 
 void replace_file(const std::string& given, std::string_view text) {
@@ -200,43 +144,6 @@ void check_replaceable(const std::string& given) {
 std::string normal_path(const std::string& path) {
   const fs::path normal = fs::path(path).lexically_normal();
   return (normal.has_filename() ? normal : normal.parent_path()).string();
-}
-
-void make_folder(const std::string& path) {
-  std::error_code error;
-  fs::create_directories(path, error);
-  if (!error && fs::is_directory(path)) return;
-  if (error) errno = error.value();
-  fail(path, "cannot be created");
-}
-
-void replace_folder(const std::string& fresh, const std::string& path) {
-  if (!fs::exists(path)) {
-    if (::rename(fresh.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
-    return;
-  }
-  if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) {
-    fs::remove_all(fresh);  // now holds the old contents
-    return;
-  }
-  delete_folder(path);  // this file system has no RENAME_EXCHANGE
-  if (::rename(fresh.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
-}
-
-void delete_folder(const std::string& path) {
-  const fs::path place(path);
-  const auto doomed = place.parent_path() / ("deleting-" + place.filename().string());
-  fs::remove_all(doomed);
-  if (::rename(path.c_str(), doomed.c_str()) != 0) fail(path, "cannot be deleted");
-  fs::remove_all(doomed);
-}
-
-void sync_folder(const std::string& folder) {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) fail(folder, "cannot be read");
-  const int failed = ::fsync(descriptor);
-  ::close(descriptor);
-  if (failed != 0) fail(folder, "cannot be synced");
 }
 
 FolderLock::FolderLock(const std::string& folder)

@@ -3,56 +3,15 @@
 #include <c10/util/Exception.h>
 
 #include <filesystem>
-#include <unordered_set>
-#include <vector>
 
 #include "train/files.h"
 
 namespace train {
 namespace {
 
-constexpr size_t kDeepest = 64;
 constexpr uintmax_t kLargest = uintmax_t{16} << 20;
 
-// Reads a text without building anything. Stops at what is not JSON, nests too deeply or names something twice. (The
-// library would use the stack for each level, and take the last of two values.)
-class Checker : public nlohmann::json_sax<nlohmann::json> {
- public:
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
-  bool start_object(size_t) override { return open(); }
-  bool end_object() override { return close(); }
-  bool start_array(size_t) override { return open(); }
-  bool end_array() override { return close(); }
-  bool key(string_t& name) override { return names_.back().insert(name).second; }
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
-    return false;
-  }
-
- private:
-  bool open() {
-    names_.emplace_back();
-    return names_.size() <= kDeepest;
-  }
-  bool close() {
-    names_.pop_back();
-    return true;
-  }
-  std::vector<std::unordered_set<std::string>> names_;  // of the values around the current place
-};
-
 }  // namespace
-
-std::optional<nlohmann::json> parse_json(std::string_view text) {
-  Checker checker;
-  if (!nlohmann::json::sax_parse(text, &checker)) return std::nullopt;
-  return nlohmann::json::parse(text);
-}
 
 nlohmann::json read_json(const std::string& path) {
   std::error_code missing;  // reading then says why

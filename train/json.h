@@ -1,16 +1,13 @@
 #pragma once
-// Reads JSON that may be damaged or hostile. All JSON of our files comes in through here.
+// Reads JSON files that may be damaged or hostile.
 
-#include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
-#include <string_view>
+
+#include "gpt/json.h"
 
 namespace train {
 
-/// The value of a text. Nothing if it is not valid JSON, nests deeper than 64 levels or gives a name twice. Takes time
-/// in proportion to the text.
-std::optional<nlohmann::json> parse_json(std::string_view text);
+using gpt::parse_json;
 
 /// The object in a file of at most 16 MB. Errors name the file.
 nlohmann::json read_json(const std::string& path);

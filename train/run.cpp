@@ -7,7 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "gpt/tokenizer.h"
+#include "gpt/manifest.h"
+#include "gpt/shards.h"
 #include "train/errors.h"
 #include "train/machine.h"
 #include "train/recipe.h"
@@ -18,7 +19,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kMicroBatchTokens = 4096;
-constexpr int64_t kGpt2Vocabulary = 50257;
 
 // Version of config.toml. The files of format 1 have neither a first line that says so nor a checksum.
 constexpr int kFormat = 2;
@@ -31,7 +31,8 @@ struct LaterKey {
 };
 constexpr LaterKey kLaterKeys[] = {
     {"shuffle", 2},         {"engine", 2},         {"muon-engine", 2}, {"diagnose-every", 2},
-    {"diagnose-groups", 2}, {"diagnose-exact", 2}, {"perturb", 2},
+    {"diagnose-groups", 2}, {"diagnose-exact", 2}, {"perturb", 2},     {"tail-steps", 2},
+    {"restarts", 2},        {"rank-tolerance", 2}, {"custom-coefficients", 2},
 };
 
 // What a run's config.toml says, before it is checked.
@@ -288,11 +289,7 @@ Config resolved(Config config) {
   for (auto* path : {&config.data, &config.init}) {  // a resumed run may start elsewhere
     if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
   }
-  if (config.vocabulary == 0) {
-    const std::string file = config.data + kVocabularyFile;
-    config.vocabulary =
-        fs::exists(file) ? gpt::Vocabulary::from_tiktoken(file).size() : kGpt2Vocabulary;
-  }
+  if (config.vocabulary == 0) config.vocabulary = gpt::vocabulary_of_data(config.data);
   if (config.micro_batch == 0) {
     config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
   }

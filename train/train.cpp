@@ -10,6 +10,7 @@
 #include <numeric>
 #include <optional>
 
+#include "gpt/manifest.h"
 #include "gpt/shards.h"
 #include "train/batch.h"
 #include "train/candidates.h"
@@ -174,6 +175,11 @@ Trainer::Trainer(const Config& config, const Listener& listener)
             "the validation data has ", validation_.size(),
             " tokens, fewer than validation-tokens = ", config.validation_tokens,
             "; using all of it"));
+  }
+  if (!training_.has_manifest()) {
+    note(
+        "'" + config.data + "' has no " + gpt::kManifestFile +
+        ", so damaged or mixed shards cannot be recognized; 'group-muon tokenize' writes one");
   }
   for (const auto& text : unused_groupings(config)) note(text);
   note(software_bf16_note(config));

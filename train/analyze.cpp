@@ -32,7 +32,7 @@ size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
   return best;
 }
 
-// The run's model, optimizers and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
+// The run's model, optimizer and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
 class RestoredRun {
  public:
   RestoredRun(const AnalyzeOptions& options, const Place& place, const std::string& checkpoint);
@@ -41,7 +41,7 @@ class RestoredRun {
   int64_t step() const { return state_.step; }
   double lr() const { return lr_; }
   const gpt::Model& model() const { return model_; }
-  std::vector<AttentionWeight> weights() { return attention_weights(optimizers_.muon, clip_); }
+  std::vector<AttentionWeight> weights() { return attention_weights(optimizer_, clip_); }
 
   Losses losses() { return {loss(batch_), loss(held_out_)}; }
 
@@ -51,7 +51,7 @@ class RestoredRun {
 
   Config config_;
   gpt::Model model_;
-  group_muon::Optimizers optimizers_;
+  group_muon::GroupMuon optimizer_;
   TrainerState state_;
   double lr_ = 0;
   double clip_ = 1;  // factor applied to the gradient
@@ -82,15 +82,17 @@ RestoredRun::RestoredRun(
     const AnalyzeOptions& options, const Place& place, const std::string& checkpoint)
     : config_(config_of(options, place)),
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
-      optimizers_(group_muon::assemble(model_, optimizer_options(config_))) {
+      optimizer_(group_muon::assemble(model_, optimizer_options(config_))) {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
   model_.set_engine(group_muon::parse_engine(config_.engine));
-  state_ = load_checkpoint(checkpoint, model_, optimizers_);
+  state_ = load_checkpoint(checkpoint, model_, optimizer_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr
                        : config_.muon.lr() * (finished ? 1 : lr_factor(config_, state_.step));
   TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; set another with --lr");
-  for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
+  for (auto& group : optimizer_.param_groups()) {
+    if (auto* options = group_muon::muon_options(group)) options->lr(lr_);
+  }
 
   const gpt::TokenStream training(config_.data, "train", config_.vocabulary);
   const gpt::TokenStream validation(config_.data, "val", config_.vocabulary);

@@ -23,7 +23,7 @@ struct TrainerState {
 
 /// Writes a checkpoint of the run and returns its path.
 std::string save_checkpoint(
-    const std::string& run, const gpt::Model& model, group_muon::Optimizers& optimizers,
+    const std::string& run, const gpt::Model& model, group_muon::GroupMuon& optimizer,
     const TrainerState& state);
 
 /// A run's folder, and a checkpoint if the path names one: RUN or RUN/checkpoints/step-000125.
@@ -62,6 +62,6 @@ void load_weights(const std::string& path, gpt::Model& model);
 
 /// Loads weights, optimizer state and trainer state, so the run resumes as if never stopped.
 TrainerState load_checkpoint(
-    const std::string& checkpoint, gpt::Model& model, group_muon::Optimizers& optimizers);
+    const std::string& checkpoint, gpt::Model& model, group_muon::GroupMuon& optimizer);
 
 }  // namespace train

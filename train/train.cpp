@@ -145,7 +145,7 @@ class Trainer {
   gpt::SequenceOrder order_;
   int64_t validation_windows_;
   gpt::Model model_;
-  group_muon::Optimizers optimizers_;
+  group_muon::GroupMuon optimizer_;
   std::vector<WeightKind> kinds_;
   double peak_;
   TrainerState state_;
@@ -168,8 +168,8 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       model_(
           model_shape(config), matmul_precision(config.precision),
           static_cast<uint64_t>(config.seed)),
-      // The model moves to the device before the optimizers get its weights.
-      optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
+      // The model moves to the device before the optimizer gets its weights.
+      optimizer_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
       kinds_(kinds_of(model_)),
       peak_(gemm_peak(
           group_muon::parse_engine(config.engine), matmul_precision(config.precision), device_)) {
@@ -230,13 +230,11 @@ double Trainer::accumulate_gradients() {
 void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   const auto start = Clock::now();
   const double factor = lr_factor(config_, state_.step);
-  for (auto& group : optimizers_.adamw.param_groups()) {
-    group.options().set_lr(config_.adamw_lr * factor);
+  for (auto& group : optimizer_.param_groups()) {
+    const bool is_muon = group_muon::muon_options(group) != nullptr;
+    group.options().set_lr((is_muon ? config_.muon.lr() : config_.adamw_lr) * factor);
   }
-  for (auto& group : optimizers_.muon.param_groups()) {
-    group.options().set_lr(config_.muon.lr() * factor);
-  }
-  optimizers_.zero_grad();
+  optimizer_.zero_grad();
   const double loss = accumulate_gradients();
 
   Values values = {{"loss", loss}, {"lr_factor", factor}};
@@ -253,13 +251,13 @@ void Trainer::train_step(MetricsLog& metrics, DiagnosticsLog* diagnostics) {
   }
   if (diagnostics != nullptr && state_.step % config_.diagnose_every == 0) {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kDiagnostics);
-    diagnostics->write(state_.step, attention_weights(optimizers_.muon, clip));
+    diagnostics->write(state_.step, attention_weights(optimizer_, clip));
   }
   const ByKind updates = by_kind(kinds_, [](const Tensor& weight) { return weight.clone(); });
   const double before = model_.profile()[gpt::Part::kOptimizer];
   {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kOptimizer);
-    optimizers_.step();
+    optimizer_.step();
   }
   const double optimizer_seconds = model_.profile()[gpt::Part::kOptimizer] - before;
   for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(updates[i], kinds_[i].weights);
@@ -340,7 +338,7 @@ double Trainer::validate() {
 }
 
 void Trainer::save() {
-  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizers_, state_);
+  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizer_, state_);
   prune_checkpoints(config_.out, config_.keep);
   if (listener_.checkpoint) listener_.checkpoint(last_checkpoint_);
 }
@@ -351,7 +349,7 @@ void Trainer::start(const std::string& checkpoint) {
     if (config_.perturb > 0) perturb(model_.parameters(), static_cast<uint64_t>(config_.perturb));
     return;
   }
-  const auto saved = load_checkpoint(checkpoint, model_, optimizers_);
+  const auto saved = load_checkpoint(checkpoint, model_, optimizer_);
   TORCH_CHECK_VALUE(
       saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
       "the data in '", config_.data, "' is not the data the run started with");

@@ -37,16 +37,16 @@ int main() {
       {"c_attn.weight",
        group_muon::packed_qkv(
            {.heads = kHeads, .head_dim = kWidth / kHeads}, {.q = random6, .k = random6})}};
-  auto optimizers = group_muon::assemble(model, options);
+  auto optimizer = group_muon::assemble(model, options);
 
   for (int step = 0; step <= 200; ++step) {
     auto tokens = torch::randint(kVocabulary, {32, kContext});
     auto logits = model.forward(tokens).slice(1, 3);  // from position 3, predict the token 3 back
     auto loss = nn::functional::cross_entropy(
         logits.reshape({-1, kVocabulary}), tokens.slice(1, 0, kContext - 3).reshape(-1));
-    optimizers.zero_grad();
+    optimizer.zero_grad();
     loss.backward();
-    optimizers.step();
+    optimizer.step();
     if (step % 50 == 0) std::printf("step %3d  loss %.4f\n", step, loss.item<double>());
   }
 }

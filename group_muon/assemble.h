@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "group_muon/adamw.h"
 #include "group_muon/optimizer.h"
 
 namespace group_muon {
@@ -19,22 +18,17 @@ struct AssembleOptions {
   /// Layouts of attention weights by the end of their names, such as {"attn.c_attn.weight", …};
   /// the first match is used. Convolutions are flattened, other matrices are plain.
   std::vector<std::pair<std::string, Layout>> layouts = {};
-  /// Matrices for AdamW by the end of their names, in addition to the weights of embedding modules.
-  std::vector<std::string> adamw_names = {
-      "lm_head.weight", "head.weight", "unembed.weight", "wte.weight", "wpe.weight"};
+  /// Further matrices for AdamW, by the end of their names.
+  std::vector<std::string> adamw_names = {};
 };
 
-/// Both optimizers of a model as one. AdamW steps first, as in the paper's recipe.
-struct Optimizers {
-  FusedAdamW adamw;
-  GroupMuon muon;
-
-  void step();
-  void zero_grad(bool set_to_none = true);
-};
-
-/// Embeddings, the head and everything that is not a matrix go to AdamW. A weight with two names (a tied
+/// One optimizer for all trainable weights of the model: a group of AdamW, then a group of Muon for each layout.
+/// Embeddings, output heads (roles.h) and everything that is not a matrix go to AdamW. A weight with two names (a tied
 /// head) is used once, and goes to AdamW if either name does.
-Optimizers assemble(torch::nn::Module& model, const AssembleOptions& options = {});
+GroupMuon assemble(torch::nn::Module& model, const AssembleOptions& options = {});
+
+/// Rejects an optimizer that lacks trainable weights of the model: they would never be trained. For groups of your own;
+/// those of assemble are complete.
+void check_whole_model(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer);
 
 }  // namespace group_muon

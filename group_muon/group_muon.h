@@ -1,7 +1,6 @@
 #pragma once
 // Everything a user of the library needs.
 
-#include "group_muon/adamw.h"          // IWYU pragma: export
 #include "group_muon/assemble.h"       // IWYU pragma: export
 #include "group_muon/diagnostics.h"    // IWYU pragma: export
 #include "group_muon/layout.h"         // IWYU pragma: export

@@ -7,6 +7,7 @@
 #include "group_muon/diagnostics.h"
 #include "group_muon/optimizer.h"
 #include "group_muon/orthogonalize.h"
+#include "group_muon/roles.h"
 
 namespace group_muon {
 namespace {
@@ -328,6 +329,15 @@ TORCH_LIBRARY(group_muon, m) {
             std::string(precision_name(here.precision)), std::string(to_string(here.engine)),
             std::string(method_name(here.method))};
       });
+  m.def("head_by_name(str module) -> str", [](const std::string& module) {
+    return head_by_name(module);
+  });
+  m.def("role_by_name(str parameter) -> str", [](const std::string& parameter) {
+    return role_by_name(parameter);
+  });
+  m.def("is_embedding_name(str module) -> bool", [](const std::string& module) {
+    return is_embedding_name(module);
+  });
   m.def("plain() -> str", [] { return to_string(plain()); });
   m.def("convolution() -> str", [] { return to_string(convolution()); });
   m.def(

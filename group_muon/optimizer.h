@@ -1,9 +1,8 @@
 #pragma once
-// GroupMuon as a libtorch optimizer: state and the usual interface around group_muon::step.
+// GroupMuon as a libtorch optimizer: state and the usual interface around group_muon::step, and AdamW for other weights.
 
-#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 
 #include <string>
 #include <string_view>
@@ -25,6 +24,8 @@ struct GroupMuonParamState
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+/// Steps groups with GroupMuonOptions by Group Muon and groups with torch::optim::AdamWOptions by AdamW, with one
+/// zero_grad, one file and one scheduler for both.
 class GroupMuon : public torch::optim::Optimizer {
  public:
   explicit GroupMuon(
@@ -40,18 +41,18 @@ class GroupMuon : public torch::optim::Optimizer {
   /// parameter group that has one. Momentum is kept.
   void set_grouping(const GroupingSchedule& grouping, std::string_view segment);
 
-  /// The weights that the next step would update (those with gradients), batched by equal options. Makes no step.
+  /// Muon's weights that the next step would update (those with gradients), batched by equal options. Makes no step.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> weights_of_next_step();
 
+  /// AdamW steps first, as in the paper's recipe.
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
+  /// Also reads files of torch::optim::AdamW into groups of AdamW. Changes nothing if the file does not fit.
   void load(torch::serialize::InputArchive& archive) override;
-
- private:
-  template <typename Self, typename Archive>
-  static void serialize(Self& self, Archive& archive) {
-    _TORCH_OPTIM_SERIALIZE_WITH_TEMPLATE_ARG(GroupMuon);
-  }
 };
+
+/// The options of a group, or nullptr if the other algorithm steps it.
+GroupMuonOptions* muon_options(torch::optim::OptimizerParamGroup& group);
+torch::optim::AdamWOptions* adamw_options(torch::optim::OptimizerParamGroup& group);
 
 }  // namespace group_muon

@@ -37,15 +37,15 @@ Times measure(const train::Config& config) {
   gpt::Model model(train::model_shape(config), train::matmul_precision(config.precision), 0);
   model.to(device);
   model.set_engine(group_muon::parse_engine(config.engine));
-  auto optimizers = group_muon::assemble(model, train::optimizer_options(config));
+  auto optimizer = group_muon::assemble(model, train::optimizer_options(config));
   const auto tokens = at::randint(
       config.vocabulary, {config.micro_batch, config.context}, at::dtype(at::kLong).device(device));
   const auto fastest = [](double& time, auto&& work) { time = std::min(time, seconds_of(work)); };
   Times times;
   for (int round = 0; round < 3; ++round) {
-    optimizers.zero_grad();
+    optimizer.zero_grad();
     fastest(times.micro_batch, [&] { model.add_gradients(tokens, tokens, 1); });
-    fastest(times.optimizer, [&] { optimizers.step(); });
+    fastest(times.optimizer, [&] { optimizer.step(); });
   }
   model.set_precision(train::matmul_precision(config.validation_precision));
   for (int round = 0; round < 2; ++round) {

@@ -32,18 +32,18 @@ void save(const std::string& path, const NamedTensors& tensors) {
   save_tensors(file, tensors, {{"format", "pt"}});
 }
 
-// A model with its optimizers.
+// A model with its optimizer.
 struct Trained {
   gpt::Model model;
-  group_muon::Optimizers optimizers;
+  group_muon::GroupMuon optimizer;
 
   explicit Trained(uint64_t seed)
-      : model(kTiny, torch::kFloat32, seed), optimizers(group_muon::assemble(model)) {}
+      : model(kTiny, torch::kFloat32, seed), optimizer(group_muon::assemble(model)) {}
   void step() {
     const Tensor tokens = torch::arange(9).unsqueeze(0);
-    optimizers.zero_grad();
+    optimizer.zero_grad();
     model.loss(tokens.slice(1, 0, 8), tokens.slice(1, 1, 9)).backward();
-    optimizers.step();
+    optimizer.step();
   }
   bool operator==(const Trained& other) const {
     const auto ours = model.parameters(), theirs = other.model.parameters();
@@ -135,10 +135,10 @@ TEST(CheckpointTest, OptimizersGoOnAsIfNeverStopped) {
   a.step();
   a.step();
   const std::string path = save_checkpoint(
-      run.path(), a.model, a.optimizers, {.step = 2, .seconds = 1.5, .validation_loss = 3.25});
+      run.path(), a.model, a.optimizer, {.step = 2, .seconds = 1.5, .validation_loss = 3.25});
   EXPECT_EQ(path, run / "checkpoints/step-000002");
   EXPECT_EQ(damage(path), "");
-  const auto state = load_checkpoint(path, b.model, b.optimizers);
+  const auto state = load_checkpoint(path, b.model, b.optimizer);
   EXPECT_EQ(state.step, 2);
   EXPECT_EQ(state.seconds, 1.5);
   EXPECT_EQ(state.validation_loss, 3.25);
@@ -151,8 +151,8 @@ TEST(CheckpointTest, OptimizersGoOnAsIfNeverStopped) {
 TEST(CheckpointTest, BeforeTheFirstStepToo) {
   const TemporaryFolder run;
   Trained a(1), b(2);
-  const auto path = save_checkpoint(run.path(), a.model, a.optimizers, {});
-  load_checkpoint(path, b.model, b.optimizers);
+  const auto path = save_checkpoint(run.path(), a.model, a.optimizer, {});
+  load_checkpoint(path, b.model, b.optimizer);
   a.step();
   b.step();
   EXPECT_TRUE(a == b);
@@ -164,7 +164,7 @@ TEST(CheckpointTest, NewestAndBestAreKept) {
   const std::vector<double> losses = {5, 3, 4, 6, 7};
   for (size_t i = 0; i < losses.size(); ++i) {
     save_checkpoint(
-        run.path(), a.model, a.optimizers,
+        run.path(), a.model, a.optimizer,
         {.step = static_cast<int64_t>(i), .validation_loss = losses[i]});
     fs::create_directory(run / "checkpoints/writing-step-000099");  // from a killed process
     prune_checkpoints(run.path(), 2);
@@ -182,7 +182,7 @@ TEST(CheckpointTest, LaterOnesAreSetAsideAndOtherNamesLeftAlone) {
   const TemporaryFolder run;
   Trained a(1);
   for (const int64_t step : {1, 2, 3}) {
-    save_checkpoint(run.path(), a.model, a.optimizers, {.step = step});
+    save_checkpoint(run.path(), a.model, a.optimizer, {.step = step});
   }
   fs::create_directory(run / "checkpoints/step-000002-good");
   std::ofstream(run / "checkpoints/step-000009.tar") << "mine";
@@ -201,7 +201,7 @@ TEST(CheckpointTest, ADamagedOneIsNotTheBestAndNotTheNewestWhole) {
   Trained a(1);
   const auto save_with = [&](int64_t step, double loss) {
     return save_checkpoint(
-        run.path(), a.model, a.optimizers, {.step = step, .validation_loss = loss});
+        run.path(), a.model, a.optimizer, {.step = step, .validation_loss = loss});
   };
   const std::string good = save_with(1, 5), bad = save_with(2, 3);
   std::ofstream(bad + "/state.json") << "{\"step\":";
@@ -217,10 +217,10 @@ TEST(CheckpointTest, ADamagedOneIsNotTheBestAndNotTheNewestWhole) {
 TEST(CheckpointTest, OneOfTheSameStepIsReplacedWhole) {
   const TemporaryFolder run;
   Trained a(1);
-  save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1});
+  save_checkpoint(run.path(), a.model, a.optimizer, {.step = 1});
   a.step();
   const auto path =
-      save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1, .validation_loss = 2.0});
+      save_checkpoint(run.path(), a.model, a.optimizer, {.step = 1, .validation_loss = 2.0});
   EXPECT_EQ(damage(path), "");
   EXPECT_EQ(read_state(path).validation_loss, 2.0);
   EXPECT_EQ(std::distance(fs::directory_iterator(run / "checkpoints"), {}), 1);
@@ -229,9 +229,7 @@ TEST(CheckpointTest, OneOfTheSameStepIsReplacedWhole) {
 TEST(CheckpointTest, AnySpoiltByteIsFound) {
   const TemporaryFolder run;
   Trained a(1);
-  const auto fresh = [&] {
-    return save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1});
-  };
+  const auto fresh = [&] { return save_checkpoint(run.path(), a.model, a.optimizer, {.step = 1}); };
   for (const char* file : {"/model.safetensors", "/optimizer.safetensors"}) {
     const auto size = static_cast<int64_t>(fs::file_size(fresh() + file));
     for (const int64_t at : {int64_t{0}, int64_t{300}, size / 2, size - 1}) {
@@ -268,7 +266,7 @@ TEST(CheckpointTest, AnyChangeOfItsStateIsFound) {
 TEST(CheckpointTest, AnotherShapeIsRefusedByName) {
   const TemporaryFolder run;
   Trained a(1);
-  const auto path = save_checkpoint(run.path(), a.model, a.optimizers, {.step = 1});
+  const auto path = save_checkpoint(run.path(), a.model, a.optimizer, {.step = 1});
   gpt::ModelShape shape = kTiny;
   shape.layers = 3;
   gpt::Model deeper(shape, torch::kFloat32, 0);

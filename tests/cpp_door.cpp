@@ -65,16 +65,53 @@ void run(const std::string& in, const std::string& out) {
       .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
+// The algorithm that assemble chooses for a weight with this name: of a linear layer if the name ends with ".weight",
+// else a parameter of a plain module.
+std::string algorithm_for(const std::string& name) {
+  torch::nn::Module model;
+  model.register_module("filler", torch::nn::Linear(6, 6));
+  auto* owner = &model;
+  std::string rest = name;
+  const auto next = [&] {
+    const auto dot = rest.find('.');
+    const std::string part = rest.substr(0, dot);
+    rest = dot == std::string::npos ? "" : rest.substr(dot + 1);
+    return part;
+  };
+  for (;;) {
+    const std::string part = next();
+    if (rest.empty()) {
+      owner->register_parameter(part, torch::randn({8, 6}));
+      break;
+    }
+    if (rest == "weight") {
+      owner->register_module(part, torch::nn::Linear(6, 8));
+      break;
+    }
+    owner = owner->register_module(part, std::make_shared<torch::nn::Module>()).get();
+  }
+  auto optimizer = group_muon::assemble(model);
+  for (auto& group : optimizer.param_groups()) {
+    for (const auto& weight : group.params()) {
+      if (!weight.is_same(model.named_parameters()[name])) continue;
+      return group_muon::muon_options(group) != nullptr ? "muon" : "adamw";
+    }
+  }
+  return "none";
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   torch::set_num_threads(1);
   if (argc == 4 && std::string(argv[1]) == "order") {
     print_orders(std::stoll(argv[2]), std::stoll(argv[3]));
+  } else if (argc > 2 && std::string(argv[1]) == "roles") {
+    for (int i = 2; i < argc; ++i) std::cout << algorithm_for(argv[i]) << '\n';
   } else if (argc == 3) {
     run(argv[1], argv[2]);
   } else {
-    std::cerr << "usage: cpp_door IN OUT | cpp_door order HEADS STEPS\n";
+    std::cerr << "usage: cpp_door IN OUT | cpp_door order HEADS STEPS | cpp_door roles NAME …\n";
     return 2;
   }
   return 0;

@@ -26,13 +26,13 @@ class DirectTestTest : public ::testing::Test {
     others_ = torch::randint(0, 64, {4, 17}, torch::kLong);
     group_muon::AssembleOptions options;
     options.layouts = {{"attn.c_attn.weight", candidates_[1].layout}};
-    optimizers_.emplace(group_muon::assemble(model_, options));
+    optimizer_.emplace(group_muon::assemble(model_, options));
     for (int i = 0; i < 3; ++i) {
-      optimizers_->zero_grad();
+      optimizer_->zero_grad();
       add_gradients();
-      if (i < 2) optimizers_->step();
+      if (i < 2) optimizer_->step();
     }
-    weights_ = attention_weights(optimizers_->muon);
+    weights_ = attention_weights(*optimizer_);
   }
 
   static double loss(gpt::Model& model, const Tensor& tokens) {
@@ -58,7 +58,7 @@ class DirectTestTest : public ::testing::Test {
   }
 
   gpt::Model model_{kShape, torch::kFloat32, 5};
-  std::optional<group_muon::Optimizers> optimizers_;
+  std::optional<group_muon::GroupMuon> optimizer_;
   std::vector<Candidate> candidates_;
   std::vector<AttentionWeight> weights_;
   Tensor tokens_, others_;
@@ -111,11 +111,11 @@ TEST_F(DirectTestTest, AStepIsTheOptimizersOwn) {
     tried = test.step(all(), 1, 1, false);
   }
   const auto start = losses();
-  for (auto& group : optimizers_->muon.param_groups()) group.options().set_lr(lr);
+  for (auto& group : optimizer_->param_groups()) group.options().set_lr(lr);
   for (const auto& item : model_.named_parameters()) {
     if (item.key().find("c_attn") == std::string::npos) item.value().mutable_grad() = Tensor();
   }
-  optimizers_->muon.step();
+  optimizer_->step();
   const auto after = losses();
   EXPECT_NEAR(tried.decrease, start.same - after.same, 0.05 * std::abs(tried.decrease));
   EXPECT_NEAR(

@@ -33,6 +33,11 @@ OptimizerParamGroup group(std::vector<Tensor> params, const GroupMuonOptions& op
   return {std::move(params), std::make_unique<GroupMuonOptions>(options)};
 }
 
+OptimizerParamGroup adamw_group(
+    std::vector<Tensor> params, const torch::optim::AdamWOptions& options) {
+  return {std::move(params), std::make_unique<torch::optim::AdamWOptions>(options)};
+}
+
 // Options without any default value: includes a schedule and names.
 GroupMuonOptions unusual_options() {
   return GroupMuonOptions(0.02)
@@ -395,16 +400,16 @@ TEST_F(OptimizerTest, ARefusedStepChangesNothing) {
       static_cast<GroupMuonParamState&>(*optimizer.state().at(a.unsafeGetTensorImpl())).step(), 0);
 }
 
-// ---- FusedAdamW and assemble ----
+// ---- Groups of AdamW, and assemble ----
 
-TEST(FusedAdamW, EqualsLibtorchsAdamW) {
+TEST(AdamWGroups, EqualsLibtorchsAdamW) {
   for (const bool amsgrad : {false, true}) {
     torch::manual_seed(0);
     const Tensor value = torch::randn({30, 7});
     Tensor a = value.clone().requires_grad_(), b = value.clone().requires_grad_();
     const auto options =
         torch::optim::AdamWOptions(0.01).betas({0.9, 0.95}).weight_decay(0.1).amsgrad(amsgrad);
-    FusedAdamW fused({a}, options);
+    GroupMuon fused({adamw_group({a}, options)});
     torch::optim::AdamW plain_adamw({b}, options);
     for (int64_t step = 0; step < 10; ++step) {
       set_grads({a, b}, step);
@@ -416,28 +421,30 @@ TEST(FusedAdamW, EqualsLibtorchsAdamW) {
   }
 }
 
-TEST(FusedAdamW, AStepRaisesTheVersionOfItsWeights) {
+TEST(AdamWGroups, AStepRaisesTheVersionOfItsWeights) {
   Tensor w = torch::randn({3, 4}, torch::requires_grad());
   w.mutable_grad() = torch::randn({3, 4});
-  FusedAdamW optimizer({w}, torch::optim::AdamWOptions(0.1));
+  GroupMuon optimizer({adamw_group({w}, torch::optim::AdamWOptions(0.1))});
   const auto before = w._version();
   optimizer.step();
   EXPECT_GT(w._version(), before);
 }
 
-TEST(FusedAdamW, SavingAndLoadingIsBitIdentical) {
+TEST(AdamWGroups, SavingAndLoadingIsBitIdentical) {
   const auto train_adamw = [](bool restart) {
     torch::manual_seed(3);
     Tensor w = parameter({20});
-    auto optimizer =
-        std::make_unique<FusedAdamW>(std::vector<Tensor>{w}, torch::optim::AdamWOptions(0.01));
+    const auto make = [&] {
+      return std::make_unique<GroupMuon>(
+          std::vector{adamw_group({w}, torch::optim::AdamWOptions(0.01))});
+    };
+    auto optimizer = make();
     for (int64_t step = 0; step < 6; ++step) {
       if (restart && step == 3) {
         std::stringstream file;
         torch::save(*optimizer, file);
         w = w.detach().clone().requires_grad_();
-        optimizer =
-            std::make_unique<FusedAdamW>(std::vector<Tensor>{w}, torch::optim::AdamWOptions(0.01));
+        optimizer = make();
         torch::load(*optimizer, file);
       }
       set_grads({w}, step);
@@ -448,19 +455,157 @@ TEST(FusedAdamW, SavingAndLoadingIsBitIdentical) {
   EXPECT_TRUE(torch::equal(train_adamw(false), train_adamw(true)));
 }
 
-TEST(FusedAdamW, AStateLoadsIntoAModelOfAnotherDtype) {
+TEST(AdamWGroups, AStateLoadsIntoAModelOfAnotherDtype) {
   Tensor w = parameter({20});
-  FusedAdamW optimizer(std::vector<Tensor>{w}, torch::optim::AdamWOptions(0.01));
+  GroupMuon optimizer({adamw_group({w}, torch::optim::AdamWOptions(0.01))});
   set_grads({w}, 0);
   optimizer.step();
   std::stringstream file;
   torch::save(optimizer, file);
   Tensor half = w.detach().to(torch::kBFloat16).requires_grad_();
-  FusedAdamW resumed(std::vector<Tensor>{half}, torch::optim::AdamWOptions(0.01));
+  GroupMuon resumed({adamw_group({half}, torch::optim::AdamWOptions(0.01))});
   torch::load(resumed, file);
   set_grads({half}, 1);
   resumed.step();
   EXPECT_TRUE(half.isfinite().all().item<bool>());
+}
+
+// A matrix for Muon and a vector for AdamW, in one optimizer.
+GroupMuon both(const Tensor& matrix, const Tensor& vector) {
+  return GroupMuon(
+      {adamw_group({vector}, torch::optim::AdamWOptions(0.01).weight_decay(0.1)),
+       group(
+           {matrix},
+           GroupMuonOptions(0.02).layout(separate(6, 2, parse_schedule("3:random"))).seed(5))});
+}
+
+TEST(AdamWGroups, BesideMuonEachAlgorithmDoesWhatItDoesAlone) {
+  torch::manual_seed(0);
+  const Tensor m = parameter({12, 8}), v = parameter({20});
+  const Tensor m2 = m.detach().clone().requires_grad_(), v2 = v.detach().clone().requires_grad_();
+  GroupMuon one = both(m, v);
+  GroupMuon adamw({adamw_group({v2}, torch::optim::AdamWOptions(0.01).weight_decay(0.1))});
+  // Without names, a weight's partitions depend on its index in the optimizer.
+  GroupMuon muon(
+      {m2}, GroupMuonOptions(0.02)
+                .layout(separate(6, 2, parse_schedule("3:random")))
+                .names({"1"})
+                .seed(5));
+  for (int64_t step = 0; step < 4; ++step) {
+    set_grads({m, v}, step);
+    set_grads({m2, v2}, step);
+    one.step();
+    adamw.step();
+    muon.step();
+  }
+  EXPECT_TRUE(torch::equal(m, m2));
+  EXPECT_TRUE(torch::equal(v, v2));
+}
+
+TEST(AdamWGroups, OneFileHoldsBothAndGoesOnBitForBit) {
+  const auto train = [](bool restart) {
+    torch::manual_seed(3);
+    Tensor m = parameter({12, 8}), v = parameter({20});
+    auto optimizer = std::make_unique<GroupMuon>(both(m, v));
+    for (int64_t step = 0; step < 6; ++step) {
+      if (restart && step == 3) {
+        std::stringstream file;
+        torch::save(*optimizer, file);
+        m = m.detach().clone().requires_grad_();
+        v = v.detach().clone().requires_grad_();
+        optimizer = std::make_unique<GroupMuon>(
+            std::vector{adamw_group({v}, torch::optim::AdamWOptions(9)), group({m}, {})});
+        torch::load(*optimizer, file);
+      }
+      set_grads({m, v}, step);
+      optimizer->step();
+    }
+    return torch::cat({m.detach().flatten(), v.detach()});
+  };
+  EXPECT_TRUE(torch::equal(train(false), train(true)));
+}
+
+TEST(AdamWGroups, OneSchedulerAndOneZeroGradServeBoth) {
+  const Tensor m = parameter({12, 8}), v = parameter({20});
+  GroupMuon optimizer = both(m, v);
+  torch::optim::StepLR scheduler(optimizer, /*step_size=*/1, /*gamma=*/0.5);
+  scheduler.step();
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.005);
+  EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 0.01);
+  set_grads({m, v}, 0);
+  optimizer.zero_grad();
+  EXPECT_FALSE(m.grad().defined() || v.grad().defined());
+}
+
+TEST(AdamWGroups, FilesThatDoNotFitAreRefusedInWordsAndChangeNothing) {
+  const Tensor m = parameter({12, 8}), v = parameter({20});
+  GroupMuon optimizer = both(m, v);
+  set_grads({m, v}, 0);
+  optimizer.step();
+  const auto load_file_of = [&](const torch::optim::Optimizer& other) {
+    std::stringstream file;
+    torch::save(other, file);
+    torch::load(optimizer, file);
+  };
+  GroupMuon turned(
+      {group({m}, GroupMuonOptions(7)), adamw_group({v}, torch::optim::AdamWOptions(7))});
+  EXPECT_ERROR_SAYS(load_file_of(turned), "group 0 is stepped by AdamW, but by Muon in the file");
+  EXPECT_ERROR_SAYS(
+      load_file_of(GroupMuon({m})), "the file has 1 parameter groups, the optimizer 2");
+  const torch::optim::SGD sgd(
+      {OptimizerParamGroup({v}), OptimizerParamGroup({m})}, torch::optim::SGDOptions(7));
+  EXPECT_ERROR_SAYS(load_file_of(sgd), "neither Group Muon's nor AdamW's");
+  const GroupMuon longer(
+      {adamw_group({v}, torch::optim::AdamWOptions(7)), group({m, parameter({2, 2})}, {})});
+  EXPECT_ERROR_SAYS(load_file_of(longer), "group 1 has 1 weights, but 2 in the file");
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
+  EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 0.02);
+  EXPECT_EQ(optimizer.state().size(), 2U);
+  // A file of libtorch's own AdamW fits a group of AdamW.
+  GroupMuon alone({adamw_group({v}, torch::optim::AdamWOptions(0.01))});
+  torch::optim::AdamW theirs({v}, torch::optim::AdamWOptions(0.5));
+  set_grads({v}, 1);
+  theirs.step();
+  std::stringstream file;
+  torch::save(theirs, file);
+  torch::load(alone, file);
+  EXPECT_EQ(alone.param_groups()[0].options().get_lr(), 0.5);
+  EXPECT_EQ(alone.state().size(), 1U);
+}
+
+TEST(AdamWGroups, BadUseIsRefused) {
+  const auto add = [](const torch::optim::AdamWOptions& options, const Tensor& w) {
+    GroupMuon optimizer({parameter({4, 4})});
+    optimizer.add_param_group(adamw_group({w}, options));
+  };
+  using Options = torch::optim::AdamWOptions;
+  const Tensor v = parameter({20});
+  add(Options(0.1), v);
+  EXPECT_ERROR_SAYS(add(Options(-1), v), "lr of an AdamW group should be 0 or more, not -1");
+  EXPECT_ERROR_SAYS(add(Options(1).betas({0.9, 1.5}), v), "in [0, 1), not 0.9 and 1.5");
+  EXPECT_ERROR_SAYS(add(Options(1), torch::ones({4}, torch::kInt64)), "floating-point weights");
+  EXPECT_ERROR_SAYS(add(Options(1), torch::ones({4, 4}).slice(1, 0, 2)), "with strides [4, 1]");
+  GroupMuon optimizer({adamw_group({v}, Options(0.1))});
+  v.mutable_grad() = torch::ones({20}).to_sparse();
+  const Tensor before = v.detach().clone();
+  EXPECT_ERROR_SAYS(optimizer.step(), "only dense gradients");
+  EXPECT_TRUE(torch::equal(v, before));
+  EXPECT_ERROR_SAYS(
+      optimizer.add_param_group(
+          {{parameter({2, 2})}, std::make_unique<torch::optim::SGDOptions>(0.1)}),
+      "should be GroupMuonOptions or torch::optim::AdamWOptions");
+}
+
+TEST(AdamWGroups, StridesOfGradientsDoNotMatter) {
+  const auto step = [](bool turned) {
+    torch::manual_seed(1);
+    const Tensor w = parameter({3, 4}), grad = torch::randn({3, 4});
+    w.mutable_grad() = turned ? grad.t().contiguous().t() : grad;
+    GroupMuon optimizer({adamw_group({w}, torch::optim::AdamWOptions(0.1))});
+    optimizer.step();
+    return w.detach();
+  };
+  EXPECT_TRUE(torch::equal(step(false), step(true)));
 }
 
 struct TinyGpt : torch::nn::Module {
@@ -485,14 +630,26 @@ TEST(Assemble, SplitsMatricesOfTheBlocksFromTheRest) {
   TinyGpt model;
   AssembleOptions options;
   options.layouts = {{"c_attn.weight", packed_qkv({6, 2}, {.q = parse_schedule("3:random")})}};
-  auto optimizers = assemble(model, options);
-  ASSERT_EQ(optimizers.muon.param_groups().size(), 2U);
-  EXPECT_EQ(group_options(optimizers.muon, 0).names(), (std::vector<std::string>{"c_attn.weight"}));
-  EXPECT_EQ(group_options(optimizers.muon, 0).layout().segments.size(), 3U);
-  EXPECT_EQ(group_options(optimizers.muon, 1).names(), (std::vector<std::string>{"c_proj.weight"}));
-  EXPECT_TRUE(group_options(optimizers.muon, 1).layout().segments.empty());
-  EXPECT_EQ(
-      optimizers.adamw.param_groups()[0].params().size(), 5U);  // wte, lm_head, gain, 2 biases
+  auto optimizer = assemble(model, options);
+  ASSERT_EQ(optimizer.param_groups().size(), 3U);
+  EXPECT_NE(adamw_options(optimizer.param_groups()[0]), nullptr);
+  EXPECT_EQ(optimizer.param_groups()[0].params().size(), 5U);  // wte, lm_head, gain, 2 biases
+  EXPECT_EQ(group_options(optimizer, 1).names(), (std::vector<std::string>{"c_attn.weight"}));
+  EXPECT_EQ(group_options(optimizer, 1).layout().segments.size(), 3U);
+  EXPECT_EQ(group_options(optimizer, 2).names(), (std::vector<std::string>{"c_proj.weight"}));
+  EXPECT_TRUE(group_options(optimizer, 2).layout().segments.empty());
+  check_whole_model(model, optimizer);
+}
+
+TEST(Assemble, WeightsThatNoGroupHasAreAnError) {
+  TinyGpt model;
+  const GroupMuon matrices({model.c_attn->weight, model.c_proj->weight});
+  EXPECT_ERROR_SAYS(
+      check_whole_model(model, matrices),
+      "lacks 5 trainable weights of the model, so they would never be trained; the first is "
+      "'gain'");
+  for (auto& weight : model.parameters()) weight.requires_grad_(false);
+  check_whole_model(model, matrices);
 }
 
 // The embedding's weight, registered under a second name in the head.
@@ -502,27 +659,29 @@ struct TiedGpt : TinyGpt {
 
 TEST(Assemble, ATiedWeightCountsOnce) {
   TiedGpt model;
-  auto optimizers = assemble(model, {.adamw_names = {"lm_head.weight"}});
-  EXPECT_EQ(optimizers.adamw.param_groups()[0].params().size(), 5U);
-  EXPECT_EQ(optimizers.muon.param_groups()[0].params().size(), 2U);
+  auto optimizer = assemble(model, {.adamw_names = {"lm_head.weight"}});
+  EXPECT_EQ(optimizer.param_groups()[0].params().size(), 5U);
+  EXPECT_EQ(optimizer.param_groups()[1].params().size(), 2U);
 }
 
 struct Mixed : torch::nn::Module {
   torch::nn::Conv1d conv = register_module("conv", torch::nn::Conv1d(8, 16, 3));
   torch::nn::ConvTranspose2d up = register_module("up", torch::nn::ConvTranspose2d(8, 4, 3));
   torch::nn::EmbeddingBag bag = register_module("bag", torch::nn::EmbeddingBag(32, 8));
+  torch::nn::Conv1d depthwise =
+      register_module("depthwise", torch::nn::Conv1d(torch::nn::Conv1dOptions(8, 8, 3).groups(8)));
   torch::nn::Linear head = register_module("head", torch::nn::Linear(8, 4));
   torch::nn::Linear overhead = register_module("overhead", torch::nn::Linear(8, 4));
 };
 
 TEST(Assemble, ConvolutionsAreFlattenedAndEmbeddingBagsAreAdamWs) {
   Mixed model;
-  const auto optimizers = assemble(model);
+  auto optimizer = assemble(model);
   std::map<std::string, std::string> layouts;
-  for (size_t i = 0; i < optimizers.muon.param_groups().size(); ++i) {
-    for (const auto& name : group_options(optimizers.muon, i).names()) {
-      layouts[name] = to_string(group_options(optimizers.muon, i).layout());
-    }
+  for (auto& group : optimizer.param_groups()) {
+    const auto* options = muon_options(group);
+    if (options == nullptr) continue;
+    for (const auto& name : options->names()) layouts[name] = to_string(options->layout());
   }
   const std::map<std::string, std::string> expected = {
       {"conv.weight", "rows flatten"},
@@ -539,20 +698,20 @@ TEST(Assemble, ALayoutThatFitsNoWeightIsAnError) {
       assemble(model, options), "no matrix has a name that ends with 'attn.qkv.weight'");
 }
 
-TEST(Assemble, BothOptimizersTrainTheModel) {
+TEST(Assemble, BothAlgorithmsTrainTheModel) {
   torch::manual_seed(0);
   TinyGpt model;
   AssembleOptions options;
   options.muon.lr(0.01);
   options.layouts = {{"c_attn.weight", packed_qkv({6, 2}, {.q = parse_schedule("3:random")})}};
-  auto optimizers = assemble(model, options);
+  auto optimizer = assemble(model, options);
   const Tensor tokens = torch::randint(32, {64}), targets = (tokens * 7 + 3) % 32;
   double first = 0, last = 0;
   for (int step = 0; step < 60; ++step) {
-    optimizers.zero_grad();
+    optimizer.zero_grad();
     const Tensor loss = torch::nn::functional::cross_entropy(model.forward(tokens), targets);
     loss.backward();
-    optimizers.step();
+    optimizer.step();
     (step == 0 ? first : last) = loss.item<double>();
   }
   EXPECT_LT(last, first / 4);

@@ -34,7 +34,7 @@ size_t best_of(const std::vector<CandidateResult>& candidates, Value&& value) {
   return best;
 }
 
-// The run's model, optimizers and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
+// The run's model, optimizer and data at a checkpoint. The model computes in fp32 to resolve small loss differences.
 class RestoredRun {
  public:
   RestoredRun(const AnalyzeOptions& options, const SavedRun& saved);
@@ -43,7 +43,7 @@ class RestoredRun {
   int64_t step() const { return state_.step; }
   double lr() const { return lr_; }
   const gpt::Model& model() const { return model_; }
-  std::vector<AttentionWeight> weights() { return attention_weights(optimizers_.muon, clip_); }
+  std::vector<AttentionWeight> weights() { return attention_weights(optimizer_, clip_); }
 
   Losses losses() { return {evaluate(model_, batch_), evaluate(model_, held_out_)}; }
 
@@ -52,7 +52,7 @@ class RestoredRun {
 
   Config config_;
   gpt::Model model_;
-  group_muon::Optimizers optimizers_;
+  group_muon::GroupMuon optimizer_;
   TrainerState state_;
   double lr_ = 0;
   double clip_ = 1;  // factor applied to the gradient
@@ -70,19 +70,21 @@ Config config_of(const AnalyzeOptions& options, Config config) {
 RestoredRun::RestoredRun(const AnalyzeOptions& options, const SavedRun& saved)
     : config_(config_of(options, saved.config)),
       model_(model_shape(config_), torch::kFloat32, /*seed=*/0),
-      optimizers_(group_muon::assemble(model_, optimizer_options(config_))),
+      optimizer_(group_muon::assemble(model_, optimizer_options(config_))),
       training_(config_.data, "train", config_.vocabulary),
       validation_(config_.data, "val", config_.vocabulary),
       batch_{&training_, {}, config_.context, config_.micro_batch},
       held_out_{&validation_, {}, config_.context, config_.micro_batch} {
   if (config_.threads > 0) at::set_num_threads(static_cast<int>(config_.threads));
   model_.set_engine(group_muon::parse_engine(config_.engine));
-  state_ = load_checkpoint(saved.checkpoint, model_, optimizers_);
+  state_ = load_checkpoint(saved.checkpoint, model_, optimizer_);
   const bool finished = state_.step >= config_.steps;
   lr_ = options.lr > 0 ? options.lr
                        : config_.muon.lr() * (finished ? 1 : lr_factor(config_, state_.step));
   TORCH_CHECK_VALUE(lr_ > 0, "the learning rate of this run is 0; set another with --lr");
-  for (auto& group : optimizers_.muon.param_groups()) group.options().set_lr(lr_);
+  for (auto& group : optimizer_.param_groups()) {
+    if (auto* options = group_muon::muon_options(group)) options->lr(lr_);
+  }
 
   const gpt::SequenceOrder order(
       training_.size(), config_.context, static_cast<uint64_t>(config_.seed), config_.shuffle);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 #include <string_view>
 
 #include "train/errors.h"
@@ -41,21 +42,18 @@ NamedTensors weights_of(const gpt::Model& model) {
 // Calls visit(name of the tensor in the file, tensor) for all optimizer state of the model's weights. Creates missing
 // state.
 template <typename Visit>
-void for_each_buffer(const gpt::Model& model, group_muon::Optimizers& optimizers, Visit&& visit) {
+void for_each_buffer(const gpt::Model& model, group_muon::GroupMuon& optimizer, Visit&& visit) {
   const auto fresh = [](const Tensor& parameter) { return at::zeros_like(parameter); };
+  std::set<void*> by_adamw;
+  for (auto& group : optimizer.param_groups()) {
+    if (group_muon::adamw_options(group) == nullptr) continue;
+    for (const auto& weight : group.params()) by_adamw.insert(weight.unsafeGetTensorImpl());
+  }
   for (const auto& item : model.named_parameters()) {
     const auto& [name, parameter] = item.pair();
     void* identity = parameter.unsafeGetTensorImpl();
-    const auto owned_by = [&](torch::optim::Optimizer& optimizer) {
-      for (const auto& group : optimizer.param_groups()) {
-        for (const auto& owned : group.params()) {
-          if (owned.unsafeGetTensorImpl() == identity) return true;
-        }
-      }
-      return false;
-    };
-    if (owned_by(optimizers.adamw)) {
-      auto& slot = optimizers.adamw.state()[identity];
+    auto& slot = optimizer.state()[identity];
+    if (by_adamw.count(identity) > 0) {
       if (!slot) {
         auto state = std::make_unique<AdamWParamState>();
         state->step(0);
@@ -67,7 +65,6 @@ void for_each_buffer(const gpt::Model& model, group_muon::Optimizers& optimizers
       visit("adamw.exp_avg." + name, state.exp_avg());
       visit("adamw.exp_avg_sq." + name, state.exp_avg_sq());
     } else {
-      auto& slot = optimizers.muon.state()[identity];
       if (!slot) {
         auto state = std::make_unique<group_muon::GroupMuonParamState>();
         state->momentum_buffer(fresh(parameter));
@@ -80,12 +77,13 @@ void for_each_buffer(const gpt::Model& model, group_muon::Optimizers& optimizers
   }
 }
 
-void set_steps(group_muon::Optimizers& optimizers, int64_t step) {
-  for (auto& [identity, state] : optimizers.adamw.state()) {
-    static_cast<AdamWParamState&>(*state).step(step);
-  }
-  for (auto& [identity, state] : optimizers.muon.state()) {
-    static_cast<group_muon::GroupMuonParamState&>(*state).step(step);
+void set_steps(group_muon::GroupMuon& optimizer, int64_t step) {
+  for (auto& [identity, state] : optimizer.state()) {
+    if (auto* adamw = dynamic_cast<AdamWParamState*>(state.get())) {
+      adamw->step(step);
+    } else {
+      static_cast<group_muon::GroupMuonParamState&>(*state).step(step);
+    }
   }
 }
 
@@ -227,7 +225,7 @@ std::string file_of_weights(const std::string& given) {
 }  // namespace
 
 std::string save_checkpoint(
-    const std::string& run, const gpt::Model& model, group_muon::Optimizers& optimizers,
+    const std::string& run, const gpt::Model& model, group_muon::GroupMuon& optimizer,
     const TrainerState& state) {
   char name[32];
   std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
@@ -249,7 +247,7 @@ std::string save_checkpoint(
     };
     write(kModelFile, weights_of(model));
     NamedTensors buffers;
-    for_each_buffer(model, optimizers, [&](const std::string& buffer, const Tensor& tensor) {
+    for_each_buffer(model, optimizer, [&](const std::string& buffer, const Tensor& tensor) {
       buffers.emplace_back(buffer, tensor);
     });
     write(kOptimizerFile, buffers);
@@ -413,15 +411,15 @@ void load_initial_weights(const std::string& path, gpt::Model& model) {
 }
 
 TrainerState load_checkpoint(
-    const std::string& checkpoint, gpt::Model& model, group_muon::Optimizers& optimizers) {
+    const std::string& checkpoint, gpt::Model& model, group_muon::GroupMuon& optimizer) {
   const auto state = read_state(checkpoint);
   require_same_model(checkpoint, model.shape());
   load_weights(checkpoint, model);
   const auto tensors = load_tensors(checkpoint + kOptimizerFile);
-  for_each_buffer(model, optimizers, [&](const std::string& name, const Tensor& tensor) {
+  for_each_buffer(model, optimizer, [&](const std::string& name, const Tensor& tensor) {
     copy_into(tensor, tensors, name, checkpoint + kOptimizerFile);
   });
-  set_steps(optimizers, state.step);
+  set_steps(optimizer, state.step);
   return state;
 }
 

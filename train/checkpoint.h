@@ -26,7 +26,7 @@ struct TrainerState {
 
 /// Writes a checkpoint of the run and returns its path.
 std::string save_checkpoint(
-    const std::string& run, const gpt::Model& model, group_muon::Optimizers& optimizers,
+    const std::string& run, const gpt::Model& model, group_muon::GroupMuon& optimizer,
     const TrainerState& state);
 
 /// The step in a checkpoint's name, "step-" followed by at least six digits; -1 for other names.
@@ -68,6 +68,6 @@ void load_initial_weights(const std::string& path, gpt::Model& model);
 
 /// Loads weights, optimizer state and trainer state, so the run resumes as if never stopped.
 TrainerState load_checkpoint(
-    const std::string& checkpoint, gpt::Model& model, group_muon::Optimizers& optimizers);
+    const std::string& checkpoint, gpt::Model& model, group_muon::GroupMuon& optimizer);
 
 }  // namespace train

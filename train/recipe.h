@@ -1,5 +1,5 @@
 #pragma once
-// Turns a config into a model, optimizers and learning rates.
+// Turns a config into a model, optimizer and learning rates.
 
 #include "gpt/model.h"
 #include "group_muon/assemble.h"

@@ -132,7 +132,7 @@ class Trainer {
   gpt::SequenceOrder order_;
   int64_t validation_windows_;
   gpt::Model model_;
-  group_muon::Optimizers optimizers_;
+  group_muon::GroupMuon optimizer_;
   std::vector<WeightKind> kinds_;
   Pace pace_;
   std::shared_ptr<FolderLock> lock_;
@@ -155,8 +155,8 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       model_(
           model_shape(config), matmul_precision(config.precision),
           static_cast<uint64_t>(config.seed)),
-      // The model moves to the device before the optimizers get its weights.
-      optimizers_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
+      // The model moves to the device before the optimizer gets its weights.
+      optimizer_((model_.to(device_), group_muon::assemble(model_, optimizer_options(config)))),
       kinds_(kinds_of(model_)),
       pace_(
           config_, gpt::training_flops_per_token(model_.shape()),
@@ -195,7 +195,7 @@ void Trainer::initialize() {
 }
 
 void Trainer::load(const Run& run) {
-  const auto saved = load_checkpoint(run.checkpoint, model_, optimizers_);
+  const auto saved = load_checkpoint(run.checkpoint, model_, optimizer_);
   TORCH_CHECK_VALUE(
       saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
       "the data in '", config_.data, "' is not the data the run started with");
@@ -209,7 +209,7 @@ void Trainer::step(Records& records) {
   const auto start = Clock::now();
   const double factor = lr_factor(config_, state_.step);
   set_learning_rates(factor);
-  optimizers_.zero_grad();
+  optimizer_.zero_grad();
   Batch batch{&training_, {}, config_.context, config_.micro_batch, device_};
   for (int64_t i = 0; i < config_.batch; ++i) {
     batch.starts.push_back(order_.start_of(state_.step * config_.batch + i));
@@ -227,7 +227,7 @@ void Trainer::step(Records& records) {
   const double clip = clip_gradients(gradients, norm);
   if (records.diagnostics && state_.step % config_.diagnose_every == 0) {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kDiagnostics);
-    records.diagnostics->write(state_.step, attention_weights(optimizers_.muon, clip));
+    records.diagnostics->write(state_.step, attention_weights(optimizer_, clip));
   }
   const double optimizer_seconds = update(values);
   finish_step(loss, seconds_since(start));
@@ -240,11 +240,9 @@ void Trainer::step(Records& records) {
 }
 
 void Trainer::set_learning_rates(double factor) {
-  for (auto& group : optimizers_.adamw.param_groups()) {
-    group.options().set_lr(config_.adamw_lr * factor);
-  }
-  for (auto& group : optimizers_.muon.param_groups()) {
-    group.options().set_lr(config_.muon.lr() * factor);
+  for (auto& group : optimizer_.param_groups()) {
+    const bool is_muon = group_muon::muon_options(group) != nullptr;
+    group.options().set_lr((is_muon ? config_.muon.lr() : config_.adamw_lr) * factor);
   }
 }
 
@@ -266,7 +264,7 @@ double Trainer::update(Values& values) {
   const double before = model_.profile()[gpt::Part::kOptimizer];
   {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kOptimizer);
-    optimizers_.step();
+    optimizer_.step();
   }
   const double seconds = model_.profile()[gpt::Part::kOptimizer] - before;
   if (!measured) return seconds;
@@ -338,7 +336,7 @@ void Trainer::save(Records& records) {
       std::isfinite(norm), "step ", state_.step, ": the norm of the weights is ", norm,
       "; the run cannot continue. Try a lower learning rate");
   records.sync();
-  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizers_, state_);
+  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizer_, state_);
   prune_checkpoints(config_.out, config_.keep);
   saved_ = state_;
   if (listener_.checkpoint) listener_.checkpoint(last_checkpoint_);

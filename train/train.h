@@ -1,5 +1,5 @@
 #pragma once
-// The training loop: batches → gradients → both optimizers → metrics, validations, checkpoints.
+// The training loop: batches → gradients → optimizer → metrics, validations, checkpoints.
 
 #include <cstdint>
 #include <functional>

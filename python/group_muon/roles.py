@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from group_muon import layouts as lay
@@ -20,22 +21,8 @@ from group_muon.choices import (
     weight_of,
 )
 
-# Names of output heads. The last matrix of such a module makes the output.
-_HEAD = re.compile(
-    r"(\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out"
-    r"|logits_proj|start_logits|end_logits|answer_class|dense_prediction|vocab_projector|to_logits|unembed)"
-)
-# Names that may be heads, unless a numbered layer or attention has them.
-_MAYBE_HEAD = re.compile(r"(\w+_)?heads?")
-# Names that may be heads directly below the model.
-_HEAD_AT_TOP = ("output", "out", "decoder", "fc")
+_ops = torch.ops.group_muon  # head_by_name, role_by_name: the list of names that C++ uses, too
 
-# Names of parameters that are tables of vectors, not maps from vectors to vectors.
-_TABLE = re.compile(
-    r"token|embed|(^|_)emb(s|$|_)|(^|_)pos(_|$|ition)|position|latent|quer(y|ies)($|_)|prompt|probe|table|(^|_)rpb"
-    r"|codebook|codevector|prototype|register"
-)
-_STATE_SPACE = re.compile(r"^(A_logs?|Ds?|A|dt|dt_bias|time_(decay|first|mix\w*|faaaa))$")
 _GAIN = re.compile(r"weight|original0|scale|gamma|gain|^g$|alpha|lambda|lora_magnitude|^l$|ia3_l")
 
 # Names of experts' weights that map from and to the residual stream.
@@ -153,14 +140,10 @@ def _path(name: str) -> list[str]:
 
 def _head_state(path: list[str], module: nn.Module) -> str:
     """KNOWN, GUESSED, or "" if the module is not an output head."""
-    last = path[-1]
-    if _HEAD.fullmatch(last):
-        return KNOWN
-    inside = any(re.search(r"^\d+$|attn|attention", part.lower()) for part in path[:-1])
-    if _MAYBE_HEAD.fullmatch(last) and not inside:
-        return GUESSED
-    direct = len(path) == 1 and last in _HEAD_AT_TOP
-    return GUESSED if direct and isinstance(module, nn.Linear) else ""
+    state = _ops.head_by_name(".".join(path))
+    if state == "guessed if linear":
+        return GUESSED if isinstance(module, nn.Linear) else ""
+    return {"known": KNOWN, "guessed": GUESSED}.get(state, "")
 
 
 def _last_matrix(module: nn.Module) -> Tensor | None:
@@ -190,9 +173,10 @@ def _vector(place: Place) -> Choice:
         return Choice("other", "one row or column, not a matrix")
     if "bias" in named:
         return Choice("bias", "bias")
-    if _TABLE.search(named):
+    role = _ops.role_by_name(named)
+    if role == "embedding":
         return Choice("embedding", "vector of an embedding, by its name")
-    if _STATE_SPACE.match(named):
+    if role == "constant":
         return Choice("other", "state-space constant")
     if _GAIN.search(named):
         return Choice("gain", "gain")
@@ -253,11 +237,17 @@ def _named(place: Place) -> str:
 def _parameter(place: Place, wanted: Wanted) -> Choice:
     attribute, parameter = place.attribute, place.parameter
     named, kind = _named(place), type(place.owner).__name__
-    if _STATE_SPACE.match(named):
+    role = _ops.role_by_name(named)
+    if role == "constant":
         return Choice("other", "state-space constant, not a matrix")
-    if re.search(r"bias(_[uv])?$", named):
+    if role == "bias":
         return Choice("bias", "bias")
-    if _TABLE.search(named) or (named == "weight" and "Embedding" in kind):
+    of_module = place.name.split(".")[-2] if named == "weight" and "." in place.name else ""
+    if (
+        role == "embedding"
+        or _ops.is_embedding_name(of_module)
+        or (named == "weight" and "Embedding" in kind)
+    ):
         return Choice("embedding", "table of vectors, by its name")
     if "lora_embedding" in named:
         return Choice("embedding", "LoRA of an embedding")

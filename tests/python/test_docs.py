@@ -104,7 +104,7 @@ def test_the_cpp_example_is_part_of_a_program_that_is_built_and_run(name):
     example = {line.strip() for line in (ROOT / "examples/minimal.cpp").read_text().splitlines()}
     lines = [line.strip() for line in blocks(page(name), "cpp")[0].splitlines() if line.strip()]
     assert len(lines) >= 10
-    own = ["auto optimizers = group_muon::assemble(model, options);  // any torch::nn::Module"]
+    own = ["auto optimizer = group_muon::assemble(model, options);  // any torch::nn::Module"]
     own.append("// in the loop, after computing the loss of a batch:")
     assert [line for line in lines if line not in example] == own
 

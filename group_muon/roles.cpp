@@ -1,0 +1,52 @@
+#include "group_muon/roles.h"
+
+#include <algorithm>
+#include <regex>
+
+#include "group_muon/text.h"
+
+namespace group_muon {
+namespace {
+
+const std::regex kHead(
+    R"((\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out)"
+    R"(|logits_proj|start_logits|end_logits|answer_class|dense_prediction|vocab_projector|to_logits|unembed))");
+// Unless a numbered layer or attention has them.
+const std::regex kMaybeHead(R"((\w+_)?heads?)");
+const std::regex kHeadAtTop("output|out|decoder|fc");
+const std::regex kInside(R"(^\d+$|attn|attention)", std::regex::icase);
+const std::regex kTable(
+    R"(token|embed|(^|_)emb(s|$|_)|(^|_)pos(_|$|ition)|latent|quer(y|ies)($|_)|prompt|probe|table|(^|_)rpb)"
+    R"(|codebook|codevector|prototype|register)");
+const std::regex kBias("bias(_[uv])?$");
+const std::regex kStateSpace(R"(A_logs?|Ds?|A|dt|dt_bias|time_(decay|first|mix\w*|faaaa))");
+
+bool matches(std::string_view text, const std::regex& pattern) {
+  return std::regex_match(text.begin(), text.end(), pattern);
+}
+
+bool contains(std::string_view text, const std::regex& pattern) {
+  return std::regex_search(text.begin(), text.end(), pattern);
+}
+
+}  // namespace
+
+std::string head_by_name(std::string_view module) {
+  const auto path = split(module, '.');
+  const auto last = path.back();
+  if (matches(last, kHead)) return "known";
+  const bool inside = std::any_of(
+      path.begin(), path.end() - 1, [](std::string_view part) { return contains(part, kInside); });
+  if (matches(last, kMaybeHead) && !inside) return "guessed";
+  return path.size() == 1 && matches(last, kHeadAtTop) ? "guessed if linear" : "";
+}
+
+std::string role_by_name(std::string_view parameter) {
+  if (matches(parameter, kStateSpace)) return "constant";
+  if (contains(parameter, kBias)) return "bias";
+  return contains(parameter, kTable) ? "embedding" : "";
+}
+
+bool is_embedding_name(std::string_view module) { return module == "wte" || module == "wpe"; }
+
+}  // namespace group_muon

@@ -26,11 +26,12 @@ size_t edits(std::string_view a, std::string_view b) {
 
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates) {
   // The end of a name, such as lr for muon-lr, is nearer than any other spelling.
-  const std::string end =
-      "-" + std::string(name.substr(std::min(name.find_first_not_of('-'), name.size())));
+  const auto bare = name.substr(std::min(name.find_first_not_of('-'), name.size()));
   for (const auto& candidate : candidates) {
-    if (end.size() > 2 && candidate.size() > end.size() && candidate.ends_with(end))
-      return candidate;
+    const bool is_end = bare.size() > 1 && candidate.size() > bare.size() + 1 &&
+                        candidate.ends_with(bare) &&
+                        candidate[candidate.size() - bare.size() - 1] == '-';
+    if (is_end) return candidate;
   }
   std::string best;
   size_t fewest = std::max<size_t>(2, name.size() / 2) + 1;

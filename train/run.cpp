@@ -30,9 +30,17 @@ struct LaterKey {
   int format;
 };
 constexpr LaterKey kLaterKeys[] = {
-    {"shuffle", 2},         {"engine", 2},         {"muon-engine", 2}, {"diagnose-every", 2},
-    {"diagnose-groups", 2}, {"diagnose-exact", 2}, {"perturb", 2},     {"tail-steps", 2},
-    {"restarts", 2},        {"rank-tolerance", 2}, {"custom-coefficients", 2},
+    {"shuffle", 2},
+    {"engine", 2},
+    {"muon-engine", 2},
+    {"diagnose-every", 2},
+    {"diagnose-groups", 2},
+    {"diagnose-exact", 2},
+    {"perturb", 2},
+    {"tail-steps", 2},
+    {"restarts", 2},
+    {"rank-tolerance", 2},
+    {"custom-coefficients", 2},
 };
 
 // What a run's config.toml says, before it is checked.
@@ -166,10 +174,10 @@ void require_same_run(const std::string& folder, const Config& config, const Tra
 Config with_older_engines(Config config) {
   auto& muon = config.muon;
   if (muon.engine() == "auto" && muon.precision() != "auto") {
-    const bool fits = group_muon::may_be_gram(group_muon::parse_method(muon.method())) &&
-                      group_muon::computes_in(
-                          group_muon::parse_engine(config.engine),
-                          group_muon::parse_precision(muon.precision()));
+    const bool fits =
+        group_muon::may_be_gram(group_muon::parse_method(muon.method())) &&
+        group_muon::computes_in(
+            group_muon::parse_engine(config.engine), group_muon::parse_precision(muon.precision()));
     muon.engine(fits ? config.engine : "portable");
   }
   return config;

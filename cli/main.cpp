@@ -34,7 +34,8 @@ void open_standard_streams() {
 // Prints the error as one line.
 int complain(std::string message, int code) {
   end_live();
-  std::replace(message.begin(), message.end(), '\n', ' ');
+  const auto is_control = [](unsigned char c) { return c < 0x20 || c == 0x7f; };
+  std::replace_if(message.begin(), message.end(), is_control, ' ');
   const std::string prefix = "group_muon: ";  // the library's
   if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
   std::fprintf(stderr, "group-muon: %s\n", message.c_str());

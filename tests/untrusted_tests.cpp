@@ -160,6 +160,12 @@ TEST(ErrorsTest, NoLibrarySpeaksForItself) {
   EXPECT_EQ(
       words_after([] { std::filesystem::create_directory("/nowhere/file"); }),
       "'/nowhere/file' cannot be used: No such file or directory");
+  EXPECT_EQ(
+      words_after([] { torch::ones({1}).add_(torch::ones({1}), 1e308); }),
+      "a number became too large; try a lower learning rate");
+  EXPECT_EQ(
+      words_after([] { torch::empty({int64_t{1} << 40, int64_t{1} << 40}); }),
+      "a tensor would be too large for any memory");
   EXPECT_EQ(words_after([] { throw std::bad_alloc(); }), "there is not enough memory");
   EXPECT_EQ(
       words_after([] { TORCH_CHECK_VALUE(false, "steps should be 1 or more"); }),

@@ -7,6 +7,7 @@
 #include <new>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <utility>
 
 namespace train {
 namespace {
@@ -31,11 +32,26 @@ std::string words_of(const std::filesystem::filesystem_error& error) {
   return c10::str("'", path, "' cannot be used: ", error.code().message());
 }
 
+// Errors from inside torch, by a part of their text, and what they mean here.
+constexpr std::pair<const char*, const char*> kTorchErrors[] = {
+    {"cannot be converted to type", "a number became too large; try a lower learning rate"},
+    {"Storage size calculation overflowed", "a tensor would be too large for any memory"},
+    {"DefaultCPUAllocator", "there is not enough memory"},
+    {"probability tensor contains", "the model's output is not finite"}};
+
+std::string without_torch_words(const std::string& text) {
+  for (const auto& [part, words] : kTorchErrors) {
+    if (text.find(part) != std::string::npos) return words;
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string message_of(const std::exception& error) {
-  if (const auto* own = dynamic_cast<const c10::Error*>(&error))
-    return own->what_without_backtrace();
+  if (const auto* torch = dynamic_cast<const c10::Error*>(&error)) {
+    return without_torch_words(torch->what_without_backtrace());
+  }
   if (const auto* json = dynamic_cast<const JsonError*>(&error)) return words_of(*json);
   if (const auto* file = dynamic_cast<const std::filesystem::filesystem_error*>(&error)) {
     return words_of(*file);
@@ -44,7 +60,7 @@ std::string message_of(const std::exception& error) {
   if (const auto* system = dynamic_cast<const std::system_error*>(&error)) {
     return "the system refused: " + system->code().message();
   }
-  return error.what();
+  return without_torch_words(error.what());
 }
 
 }  // namespace train

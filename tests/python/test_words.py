@@ -116,6 +116,7 @@ LONG = "a" * 300
         ((*TRAIN, "--steps", "99999999999999999999"), "steps should be a whole number"),
         ((*TRAIN, "--steps", "-1"), "steps should be from 1 to"),
         ((*TRAIN, "--eps", "1e308"), "eps should be at most 1e+38, not 1e+308"),
+        (("train", "\x1b[31mred\nfile"), "there is no file ' [31mred file'"),
         ((*TRAIN, "--eps", "nan"), "eps should be 0 or more, not nan"),
         ((*TRAIN, "--muon-lr", "-1"), "muon-lr should be 0 or more, not -1"),
         ((*TRAIN, "--iterations", "101"), "iterations should be from 1 to 100, not 101"),
@@ -161,6 +162,13 @@ def test_empty_is_a_value_where_the_help_says_what_it_means(place):
     config = (out / "config.toml").read_text()
     assert 'k-group = ""' in config and 'init = ""' in config and "shuffle = true" in config
     shutil.rmtree(out)
+
+
+def test_a_run_that_fails_says_why_in_words(place, tmp_path):
+    for key, value in {"muon-lr": 1e38, "eps": 1e38, "muon-weight-decay": 1e38}.items():
+        out = tmp_path / key
+        done = train(place / "data", out, check=False, engine="portable", **{key: value})
+        assert not LEAKS.search(done.stderr), done.stderr
 
 
 def harmed(place, tmp_path, path, text):

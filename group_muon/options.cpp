@@ -20,7 +20,9 @@ void parses(std::string_view, const std::string& word) {
 }
 
 void not_negative(std::string_view name, double value) {
-  TORCH_CHECK_VALUE(value >= 0 && std::isfinite(value), name, " should be 0 or more, not ", value);
+  constexpr double kLargest = 1e38;  // of about the size of the largest float
+  TORCH_CHECK_VALUE(value >= 0, name, " should be 0 or more, not ", value);
+  TORCH_CHECK_VALUE(value <= kLargest, name, " should be at most ", kLargest, ", not ", value);
 }
 
 void fraction(std::string_view name, double value) {

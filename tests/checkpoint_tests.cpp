@@ -248,7 +248,7 @@ TEST(CheckpointTest, AnyChangeOfItsStateIsFound) {
   const TemporaryFolder run;
   Trained a(1);
   const auto path = save_checkpoint(
-      run.path(), a.model, a.optimizers,
+      run.path(), a.model, a.optimizer,
       {.step = 1, .validation_loss = 2.5, .config = {{"steps", "40"}}});
   EXPECT_EQ(read_state(path).config, (Options{{"steps", "40"}}));
   const std::string whole = read_text(path + "/state.json");

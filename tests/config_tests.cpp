@@ -61,7 +61,9 @@ TEST(ConfigTest, EveryOptionOfTheOptimizerIsAKeyOrFollowsFromOthers) {
   std::set<std::string> found = {"layout", "names", "partitions", "seed"};
   for (const auto& key : config_keys()) {
     const auto* option = std::get_if<const group_muon::Option*>(&key.member);
-    if (option != nullptr) EXPECT_TRUE(found.insert((*option)->name).second) << key.name;
+    if (option != nullptr) {
+      EXPECT_TRUE(found.insert((*option)->name).second) << key.name;
+    }
   }
   EXPECT_EQ(found.size(), group_muon::option_list().size());
   const Config config = with(

@@ -171,7 +171,7 @@ threads = 1
   EXPECT_EQ(config.seed, 7);
   EXPECT_EQ(config.qkv, "split");
   EXPECT_EQ(config.engine, "portable");
-  EXPECT_EQ(config.muon_engine, "portable");
+  EXPECT_EQ(config.muon.engine(), "portable");
   EXPECT_FALSE(config.shuffle);
   EXPECT_EQ(config.out, folder_ / "old");
 }

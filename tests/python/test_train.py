@@ -169,7 +169,8 @@ class TestWhatAPersonSees:
         done = train(data, tmp_path / "run", log_interval=6)
         assert "\r" not in done.stdout + done.stderr
         lines = done.stdout.splitlines()
-        assert lines[0] == f"run {tmp_path / 'run'}"
+        assert lines[0].startswith(f"note: '{data}' has no manifest.json")
+        assert lines[1] == f"run {tmp_path / 'run'}"
         assert [line for line in lines if "tokens/s" in line and "of GEMM peak" in line]
         assert sum("validation loss" in line for line in lines) == 4  # 0, 4, 8, 12
         assert lines[-1] == f"checkpoint {tmp_path / 'run/checkpoints/step-000012'}"

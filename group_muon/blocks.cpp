@@ -2,6 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <map>
+#include <string>
+#include <vector>
+
 namespace group_muon {
 namespace {
 
@@ -24,8 +28,8 @@ bool is_run(const std::vector<int64_t>& rows) {
   return true;
 }
 
-Tensor index_tensor(const std::vector<int64_t>& rows, at::Device device) {
-  return at::tensor(rows, at::kLong).to(device);
+Tensor index_of(const Slot& slot, at::Device device) {
+  return slot.index.defined() ? slot.index : at::tensor(slot.rows, at::kLong).to(device);
 }
 
 Tensor select_rows(const Tensor& matrices, const Slot& slot) {
@@ -33,7 +37,7 @@ Tensor select_rows(const Tensor& matrices, const Slot& slot) {
   if (is_run(slot.rows)) {
     return matrices.narrow(dim, slot.rows[0], static_cast<int64_t>(slot.rows.size()));
   }
-  return matrices.index_select(dim, index_tensor(slot.rows, matrices.device()));
+  return matrices.index_select(dim, index_of(slot, matrices.device()));
 }
 
 // matrices[rows] += factor · update
@@ -41,7 +45,7 @@ void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, do
   if (is_run(slot.rows)) {
     select_rows(matrices, slot).add_(update, factor);
   } else {
-    const Tensor index = index_tensor(slot.rows, matrices.device());
+    const Tensor index = index_of(slot, matrices.device());
     matrices.index_add_(1 + slot.axis, index, update.to(matrices.scalar_type()), factor);
   }
 }
@@ -61,6 +65,27 @@ Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
 Tensor as_lines(const Tensor& tensor, const Weight& weight) {
   const Tensor matrices = as_matrices(tensor, weight);
   return weight.layout.axis == Axis::kRows ? matrices : matrices.mT();
+}
+
+void upload_rows(Plan& plan) {
+  std::map<std::string, std::vector<Slot*>> by_device;
+  for (auto& bucket : plan.buckets) {
+    if (bucket.in_place) continue;
+    for (auto& slot : bucket.slots) {
+      if (!is_run(slot.rows)) by_device[bucket.momentum.device().str()].push_back(&slot);
+    }
+  }
+  for (auto& [device, slots] : by_device) {
+    std::vector<int64_t> rows;
+    for (const auto* slot : slots) rows.insert(rows.end(), slot->rows.begin(), slot->rows.end());
+    const Tensor uploaded = at::tensor(rows, at::kLong).to(at::Device(device));
+    int64_t first = 0;
+    for (auto* slot : slots) {
+      const auto count = static_cast<int64_t>(slot->rows.size());
+      slot->index = uploaded.narrow(0, first, count);
+      first += count;
+    }
+  }
 }
 
 Tensor take_blocks(const Tensor& tensor, const Weight& weight, const Slot& slot) {

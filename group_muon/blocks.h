@@ -10,6 +10,10 @@ namespace group_muon {
 /// A weight-shaped tensor as [matrices, lines, line length]. Lines are rows, or columns if heads lie along columns.
 at::Tensor as_lines(const at::Tensor& tensor, const Weight& weight);
 
+/// Copies the rows of all slots whose blocks are gathered to their device, in one copy per device. Rows that are a run
+/// need none. Without it each use of a slot copies its rows.
+void upload_rows(Plan& plan);
+
 /// A slot's blocks of a weight-shaped tensor: [matrices, groups, block rows, block cols]. A view if possible.
 at::Tensor take_blocks(const at::Tensor& tensor, const Weight& weight, const Slot& slot);
 

@@ -45,6 +45,7 @@ struct Slot {
   size_t weight = 0;          // index into the list of weights
   int64_t axis = 0;           // 0: heads along rows, 1: along columns
   std::vector<int64_t> rows;  // the segment's rows (or columns), group by group
+  at::Tensor index = {};      // the same on the weight's device, after upload_rows()
   int64_t first_matrix = 0;   // first of the stacked matrices in this slot
   int64_t matrices = 1;       // number of matrices
   int64_t groups = 1;         // per matrix

@@ -121,7 +121,8 @@ void apply(const Bucket& bucket, const Tensor& blocks, const std::vector<Weight>
 
 void step(const std::vector<Weight>& weights, const StepOptions& options) {
   const at::NoGradGuard no_grad;
-  const Plan plan = make_plan(weights, options);
+  Plan plan = make_plan(weights, options);
+  upload_rows(plan);
   std::vector<Weight> gathered;
   for (const auto i : plan.gathered) gathered.push_back(weights[i]);
   accumulate_momentum(gathered, options);

@@ -87,7 +87,6 @@ void check(const Config& config) {
   }
   check_range("threads", config.threads, 0, 1024);
   check_range("heads", config.heads, 1, 65536);
-  check_range("iterations", config.muon.steps(), 1, 100);
   TORCH_CHECK_VALUE(
       config.warmup + config.warmdown <= config.steps, "warmup + warmdown should be at most ",
       config.steps, " steps, not ", config.warmup, " + ", config.warmdown,

@@ -272,16 +272,16 @@ void record_start(const Config& config) {
 
 Place locate(const std::string& path) {
   fs::path place = normal_path(path);
-  TORCH_CHECK_VALUE(
-      fs::exists(place), "there is no folder '", path,
-      "'; give the folder of a run or of one of its checkpoints");
   if (has_run(place.string())) return {place.string(), ""};
   // RUN/checkpoints/step-000125, possibly relative to a folder inside the run
   if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
   const fs::path run = place.parent_path().parent_path();
+  const bool in_run =
+      "/" + place.parent_path().filename().string() == kCheckpointsFolder && has_run(run.string());
   TORCH_CHECK_VALUE(
-      "/" + place.parent_path().filename().string() == kCheckpointsFolder && has_run(run.string()),
-      "'", path, "' contains no run (there is no config.toml)");
+      in_run || fs::exists(place), "there is no folder '", path,
+      "'; give the folder of a run or of one of its checkpoints");
+  TORCH_CHECK_VALUE(in_run, "'", path, "' contains no run (there is no config.toml)");
   TORCH_CHECK_VALUE(
       fs::is_directory(place) && step_of(place.string()) >= 0, "there is no checkpoint '", path,
       "'");

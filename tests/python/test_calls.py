@@ -78,9 +78,10 @@ class TestWaiting:
     def test_random_groups_do_not_wait_for_the_device(self, name, layers):
         assert counted(name, layers).waits == 0
 
-    @pytest.mark.xfail(strict=True, reason="the core copies the rows of each segment three times")
-    def test_random_groups_copy_their_rows_once(self):
-        assert counted("GroupMuon, QK g = 6 random", 12).copies == 1
+    @pytest.mark.parametrize("layers", [12, 48])
+    @pytest.mark.parametrize("name", [n for n in CONTENDERS if "random" in n])
+    def test_random_groups_copy_their_rows_once(self, name, layers):
+        assert counted(name, layers).copies == 1
 
     @pytest.mark.parametrize("method", ["newton_schulz", "gram", "accurate_gram"])
     @pytest.mark.parametrize(

@@ -14,7 +14,17 @@ import numpy
 import pytest
 import torch
 from reference_gpt import Gpt, batch_at, read_tokens
-from running import PROGRAM, ROOT, arguments, curve, last_weights, program, train, write_shard
+from running import (
+    PROGRAM,
+    ROOT,
+    arguments,
+    as_of_an_older_version,
+    curve,
+    last_weights,
+    program,
+    train,
+    write_shard,
+)
 from safetensors.torch import load_file
 
 import group_muon
@@ -437,6 +447,7 @@ class TestAnalyze:
         names = re.findall(r"^(\d\.[qkv]+|all) ", done.stdout, re.M)
         assert names == ["1.q", "1.k", "1.v", "1.qkv", "all"]
 
+    @pytest.mark.parametrize("older", [False, True])
     @pytest.mark.parametrize(
         ("other", "message"),
         [
@@ -445,14 +456,20 @@ class TestAnalyze:
             ({"heads": 8}, "heads = 8, not 4"),  # all tensors have the same shapes
         ],
     )
-    def test_a_checkpoint_of_another_model_is_refused(self, tmp_path, data, other, message):
+    def test_a_checkpoint_of_another_model_is_refused(self, tmp_path, data, older, other, message):
         train(data, tmp_path / "run", steps=4)
         train(data, tmp_path / "other", steps=4, **other)
+        if older:
+            as_of_an_older_version(tmp_path / "run")
+            as_of_an_older_version(tmp_path / "other")
         shutil.rmtree(tmp_path / "run/checkpoints")
         shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "run/checkpoints")
         done = program("analyze", tmp_path / "run", check=False)
         assert done.returncode == 1
-        assert "is from a different model" in done.stderr and message in done.stderr
+        if older:  # such checkpoints know their model, but not their config
+            assert "is from a different model" in done.stderr and message in done.stderr
+        else:
+            assert "was made with " + message.split(",")[0] in done.stderr
 
     @pytest.mark.parametrize(
         ("words", "message"),

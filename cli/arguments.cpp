@@ -116,8 +116,12 @@ std::vector<std::string> checked_words(const CLI::App& app, int argc, char** arg
     if (value.empty() && !may_be_empty(*option)) throw WrongUse(name + " is given an empty value");
     const bool joined =
         !value.empty() && name.rfind("--", 0) == 0;  // whatever the value looks like
-    words.back() = joined ? name + "=" + value : name;
-    if (!joined) words.push_back(value);
+    words.back() = name;
+    if (joined) {
+      words.back().append("=").append(value);
+    } else {
+      words.push_back(value);
+    }
   }
   return words;
 }

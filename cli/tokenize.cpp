@@ -87,7 +87,7 @@ void add_tokenize(CLI::App& app) {
       ->add_option(
           "--validation-fraction", options->validation_fraction,
           "Fraction of documents kept for validation, spread evenly, unless --validation is given; "
-          "of a single document its end is kept")
+          "a single document is cut, and its end kept")
       ->check(number(0, 0.5, /*whole=*/false))
       ->capture_default_str();
   command->add_flag(

@@ -44,7 +44,8 @@ void in_parallel(size_t count, int threads, const std::function<void(size_t, int
   pool.reserve(threads);
   try {
     for (int thread = 1; thread < threads; ++thread) pool.emplace_back(run, thread);
-  } catch (const std::exception&) {  // no more threads, or no memory for one
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // No more threads, or no memory for one: those that run do the work.
   }
   run(0);
   for (auto& thread : pool) thread.join();

@@ -251,7 +251,7 @@ TokenStream::TokenStream(const std::string& folder, const std::string& split, in
     }
   }
   for (const auto& name : names) {
-    files_.emplace_back(folder + "/" + name, size_);
+    files_.emplace_back((std::filesystem::path(folder) / name).string(), size_);
     size_ += files_.back().count;
     if (!manifest) continue;
     const auto record = records.find(name);

@@ -20,7 +20,7 @@ struct FusedLists {
 // strides.
 Tensor fitted(const Tensor& tensor, const Tensor& weight) {
   if (!tensor.defined()) return tensor;
-  const Tensor same = tensor.to(weight.device(), weight.scalar_type());
+  Tensor same = tensor.to(weight.device(), weight.scalar_type());
   if (same.strides() == weight.strides()) return same;
   return at::empty_like(weight).copy_(same);
 }

@@ -66,8 +66,8 @@ std::string show(const std::vector<T>& values) {
 
 template <typename Number>
 void read_number(std::string_view text, std::string_view name, const char* kind, Number& value) {
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  const char *begin = text.data(), *end = begin + text.size();
+  const auto [rest, error] = std::from_chars(begin, end, value);
   TORCH_CHECK_VALUE(
       error == std::errc() && rest == end, name, " should be ", kind, ", not '", text, "'");
 }

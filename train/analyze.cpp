@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "gpt/shards.h"
 #include "train/batch.h"
@@ -167,12 +166,13 @@ std::vector<MeasuredRegion> regions_of(
 Whitening sum_over(
     const MeasuredRegion& region, const std::vector<std::vector<Measured>>& measured, size_t tensor,
     size_t candidate) {
-  std::optional<Whitening> sum;
-  for (const auto& piece : region.region.pieces) {
-    const auto& part = measured[piece.weight][tensor].by_candidate[candidate][region.part];
-    sum = sum ? *sum + part : part;
-  }
-  return sum.value();
+  const auto& pieces = region.region.pieces;
+  const auto part = [&](size_t i) {
+    return measured[pieces[i].weight][tensor].by_candidate[candidate][region.part];
+  };
+  Whitening sum = part(0);
+  for (size_t i = 1; i < pieces.size(); ++i) sum = sum + part(i);
+  return sum;
 }
 
 CriterionCheck judge(

@@ -28,7 +28,7 @@ constexpr MuonKey kMuonKeys[] = {
     {"steps", "iterations"},
     {"precision", "muon-precision"},
     {"engine", "muon-engine",
-     "Code for the optimizer; auto: as engine if it fits muon-precision, else the CPU's best",
+     "Engine of the optimizer; auto: as engine if it fits muon-precision, else the CPU's best",
      kRounding},
 };
 // Options of the optimizer that follow from other keys.
@@ -99,9 +99,9 @@ std::vector<Key> make_keys() {
 
       {"schedule", "steps", &C::steps, "Number of optimizer steps"},
       {"schedule", "warmup", &C::warmup,
-       "First steps, over which learning rates rise linearly; 0: none", 0},
+       "Number of first steps over which learning rates rise linearly; 0: none", 0},
       {"schedule", "warmdown", &C::warmdown,
-       "Last steps, over which learning rates fall linearly to 0; 0: none", 0},
+       "Number of last steps over which learning rates fall linearly to 0; 0: none", 0},
       {"schedule", "clip", &C::clip, "Scale gradients down to this global norm; 0: no clipping"},
       {"schedule", "seed", &C::seed, "Seed of initial weights, random groups and data order", 0},
       {"schedule", "perturb", &C::perturb,
@@ -112,7 +112,7 @@ std::vector<Key> make_keys() {
       {"validation", "validation-interval", &C::validation_interval,
        "Steps between validations; also validates before the first and after the last step"},
       {"validation", "validation-tokens", &C::validation_tokens,
-       "Number of tokens to validate on: always the first of the split"},
+       "Number of validation tokens, taken from the start of the split"},
       {"validation", "validation-precision", &C::validation_precision,
        "Precision of validation: bf16, fp32, or auto (same as precision)"},
 
@@ -133,7 +133,7 @@ std::vector<Key> make_keys() {
        "Steps between log lines when the output is not a terminal", 1, kFree},
       {"run", "device", &C::device, "Device: cpu or cuda", 1, kRounding},
       {"run", "engine", &C::engine,
-       "Code for model and Gram methods: portable (libtorch), neon, avx2, avx512, avx512_bf16, or "
+       "Engine of model and Gram methods: portable (libtorch), neon, avx2, avx512, avx512_bf16, or "
        "auto (best)",
        1, kRounding},
       {"run", "threads", &C::threads, "Number of threads; 0: one per core", 0, kRounding},

@@ -105,6 +105,31 @@ std::vector<Entry> entries_of(
   return entries;
 }
 
+// A file whose header has been read. The tensors' data comes next.
+struct OpenFile {
+  std::ifstream file;
+  nlohmann::json header;
+  uint64_t bytes;  // after the header
+};
+
+OpenFile opened(const std::string& path) {
+  TORCH_CHECK_VALUE(!std::filesystem::is_directory(path), "'", path, "' is a folder, not a file");
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  TORCH_CHECK_VALUE(file, "'", path, "' cannot be read");
+  const auto file_size = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
+  file.seekg(0);
+  uint64_t header_size = 0;
+  check(file_size >= sizeof header_size, path, "it is too short");
+  file.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
+  check(header_size <= file_size - sizeof header_size, path, "it is shorter than its header says");
+  check(header_size <= kLargestHeader, path, "its header of ", header_size, " bytes is too large");
+  std::string text(header_size, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(header_size));
+  auto header = parse_json(text);
+  check(header && header->is_object(), path, "its header is not a valid JSON object");
+  return {std::move(file), std::move(*header), file_size - sizeof header_size - header_size};
+}
+
 }  // namespace
 
 void save_tensors(
@@ -133,43 +158,23 @@ void save_tensors(
 }
 
 std::map<std::string, Tensor> load_tensors(const std::string& path) {
-  TORCH_CHECK_VALUE(!std::filesystem::is_directory(path), "'", path, "' is a folder, not a file");
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  TORCH_CHECK_VALUE(file, "'", path, "' cannot be read");
-  const auto file_size = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
-  file.seekg(0);
-  uint64_t header_size = 0;
-  check(file_size >= sizeof header_size, path, "it is too short");
-  file.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
-  check(header_size <= file_size - sizeof header_size, path, "it is shorter than its header says");
-  check(header_size <= kLargestHeader, path, "its header of ", header_size, " bytes is too large");
-  std::string text(header_size, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(header_size));
-  const auto header = parse_json(text);
-  check(header && header->is_object(), path, "its header is not a valid JSON object");
+  auto [file, header, bytes] = opened(path);
   std::map<std::string, Tensor> tensors;
-  for (const auto& entry :
-       entries_of(*header, file_size - sizeof header_size - header_size, path)) {
+  for (const auto& entry : entries_of(header, bytes, path)) {
     const Tensor tensor = at::empty(entry.shape, entry.type);
     file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));
     check(static_cast<bool>(file), path, entry.name, " cannot be read");
-    tensors.emplace_hint(tensors.end(), entry.name, tensor);
+    tensors.emplace(entry.name, tensor);
   }
   return tensors;
 }
 
 std::map<std::string, std::string> load_metadata(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  uint64_t size = 0;
-  file.read(reinterpret_cast<char*>(&size), sizeof size);
-  const bool fits = file && size <= std::filesystem::file_size(path) - sizeof size;
-  std::string text(fits ? size : 0, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  const auto header = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(header.is_object(), "'", path, "' is damaged: its header cannot be read");
   std::map<std::string, std::string> metadata;
-  const auto entries = header.value("__metadata__", ordered_json());
-  for (const auto& [name, value] : entries.items()) {
+  const auto header = opened(path).header;
+  const auto found = header.find("__metadata__");
+  if (found == header.end() || !found->is_object()) return metadata;
+  for (const auto& [name, value] : found->items()) {
     if (value.is_string()) metadata.emplace(name, value.get<std::string>());
   }
   return metadata;

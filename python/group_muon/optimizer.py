@@ -112,7 +112,7 @@ def _groups_of(
 
 
 def _check_whole_model(groups: ParamsT, partial: bool) -> None:
-    """Refuses groups of param_groups that lack some of the model's trainable weights."""
+    """Rejects groups of param_groups that lack some of the model's trainable weights."""
     dicts = [group for group in groups if isinstance(group, dict)]
     expected = max((group.get("model_weights", 0) for group in dicts), default=0)
     held = sum(len(group["params"]) for group in dicts) if expected else 0
@@ -133,7 +133,7 @@ class GroupMuon(torch.optim.Optimizer):
 
     Args:
         params: a model, the groups of ``group_muon.param_groups(model, …)``, or what every
-            optimizer of torch takes: matrices, or groups of them. A group with
+            torch optimizer takes: matrices, or groups of them. A group with
             ``"algorithm": "adamw"`` is stepped by AdamW.
         model_options: for a model, arguments of ``param_groups``, such as ``group_size=6``.
         lr: learning rate; under the default scale it is the size of one entry's step.
@@ -234,7 +234,7 @@ class GroupMuon(torch.optim.Optimizer):
         return super().__getstate__() | {"adamw_defaults": self.adamw_defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles, and ends load_state_dict, when its hooks have run."""
+        """Called when unpickling, and by load_state_dict after its hooks."""
         if "param_groups" in self.__dict__:
             self._check_loaded(state["param_groups"])
         super().__setstate__(state)
@@ -323,7 +323,7 @@ class GroupMuon(torch.optim.Optimizer):
         return loss
 
     # The step counts select the head groups, so a compiled step would be compiled anew every time. There is nothing
-    # to fuse either: all of Muon is one operator, a group of AdamW another.
+    # to fuse either: all of Muon is one operator, each AdamW group another.
     @torch._disable_dynamo
     def _step(self) -> None:
         # Check everything before writing anything.

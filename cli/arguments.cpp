@@ -155,7 +155,7 @@ CLI::Validator number_above_zero() {
   return validator([](const std::string& text) {
     double number = 0;
     if (parse(text, number) && number > 0 && std::isfinite(number)) return std::string();
-    return "should be a number above 0, not '" + text + "'";
+    return "should be above 0, not '" + text + "'";
   });
 }
 

@@ -182,16 +182,16 @@ std::string save_checkpoint(
 
 Place locate(const std::string& path) {
   fs::path place = normal_path(path);
-  TORCH_CHECK_VALUE(
-      fs::exists(place), "there is no folder '", path,
-      "'; give the folder of a run or of one of its checkpoints");
   if (fs::exists(place / "config.toml")) return {place.string(), ""};
   // RUN/checkpoints/step-000125, possibly relative to a folder inside the run
   if (!place.empty() && !place.parent_path().has_parent_path()) place = fs::absolute(place);
   const fs::path run = place.parent_path().parent_path();
+  const bool in_run =
+      place.parent_path().filename() == "checkpoints" && fs::exists(run / "config.toml");
   TORCH_CHECK_VALUE(
-      place.parent_path().filename() == "checkpoints" && fs::exists(run / "config.toml"), "'", path,
-      "' contains no run (there is no config.toml)");
+      in_run || fs::exists(place), "there is no folder '", path,
+      "'; give the folder of a run or of one of its checkpoints");
+  TORCH_CHECK_VALUE(in_run, "'", path, "' contains no run (there is no config.toml)");
   TORCH_CHECK_VALUE(
       fs::is_directory(place) && step_of(place) >= 0, "there is no checkpoint '", path, "'");
   return {run.string(), place.string()};

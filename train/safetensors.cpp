@@ -48,22 +48,27 @@ void check(bool good, const std::string& path, const Why&... why) {
   TORCH_CHECK_VALUE(good, "'", path, "' is damaged: ", why...);
 }
 
-// A list of whole numbers, each 0 or more. Nothing if it is anything else, such as a fraction.
-std::optional<std::vector<int64_t>> whole_numbers(const nlohmann::json& entry, const char* key) {
-  if (!entry.is_object() || !entry.contains(key) || !entry[key].is_array()) return std::nullopt;
+// A list of whole numbers, each 0 or more.
+std::vector<int64_t> whole_numbers(
+    const nlohmann::json& entry, const char* key, const std::string& name,
+    const std::string& path) {
+  const bool is_list = entry.is_object() && entry.contains(key) && entry[key].is_array();
+  check(is_list, path, name, " has no ", key);
   std::vector<int64_t> numbers;
   for (const auto& item : entry[key]) {
-    if (!item.is_number_unsigned() || item.get<uint64_t>() > INT64_MAX) return std::nullopt;
+    check(
+        item.is_number_unsigned() && item.get<uint64_t>() <= INT64_MAX, path, name, " has a ", key,
+        " that is not made of whole numbers");
     numbers.push_back(item.get<int64_t>());
   }
   return numbers;
 }
 
 Entry entry_of(const std::string& name, const nlohmann::json& json, const std::string& path) {
-  const auto shape = whole_numbers(json, "shape"), offsets = whole_numbers(json, "data_offsets");
-  check(shape.has_value(), path, name, " has no shape of whole numbers");
+  const auto shape = whole_numbers(json, "shape", name, path);
+  const auto offsets = whole_numbers(json, "data_offsets", name, path);
   check(
-      offsets && offsets->size() == 2 && offsets->front() <= offsets->back(), path, name,
+      offsets.size() == 2 && offsets.front() <= offsets.back(), path, name,
       " has no begin and end in the file");
   check(json.contains("dtype") && json["dtype"].is_string(), path, name, " has no type");
   const auto type = std::find_if(std::begin(kTypes), std::end(kTypes), [&](const TypeName& known) {
@@ -74,13 +79,13 @@ Entry entry_of(const std::string& name, const nlohmann::json& json, const std::s
       json["dtype"].get<std::string>(), ", which is not supported");
   int64_t bytes = static_cast<int64_t>(c10::elementSize(type->type));
   bool fits = true;
-  for (const int64_t length : *shape) fits = !__builtin_mul_overflow(bytes, length, &bytes) && fits;
+  for (const int64_t length : shape) fits = !__builtin_mul_overflow(bytes, length, &bytes) && fits;
   check(
-      fits && bytes == offsets->back() - offsets->front(), path, name,
+      fits && bytes == offsets.back() - offsets.front(), path, name,
       " has a size that does not match its shape");
   return {
-      name, type->type, *shape, static_cast<uint64_t>(offsets->front()),
-      static_cast<uint64_t>(offsets->back())};
+      name, type->type, shape, static_cast<uint64_t>(offsets.front()),
+      static_cast<uint64_t>(offsets.back())};
 }
 
 // The header's entries in the order of their data, which must fill the `bytes` after the header without gap or overlap.
@@ -125,9 +130,9 @@ OpenFile opened(const std::string& path) {
   check(header_size <= kLargestHeader, path, "its header of ", header_size, " bytes is too large");
   std::string text(header_size, '\0');
   file.read(text.data(), static_cast<std::streamsize>(header_size));
-  auto header = parse_json(text);
-  check(header && header->is_object(), path, "its header is not a valid JSON object");
-  return {std::move(file), std::move(*header), file_size - sizeof header_size - header_size};
+  auto header = parse_json(text).value_or(nlohmann::json());
+  check(header.is_object(), path, "its header is not a valid JSON object");
+  return {std::move(file), std::move(header), file_size - sizeof header_size - header_size};
 }
 
 }  // namespace

@@ -403,7 +403,8 @@ def test_dozens_of_readers_and_array_tasks_disturb_nobody(finished, study, tmp_p
         names = [f"{name}/seed-{seed}" for name in SETTINGS for seed in (0, 1)]
         words = [[PROGRAM, "study", "run", str(out), name, "--threads", "1"] for name in names]
         tasks = [subprocess.Popen(word, **QUIET) for word in words * 4]
-        end = time.monotonic() + 12  # longer than the ten seconds after which tasks used to fail
+        until(lambda: len(of_runs(out, "lock")) == 6)  # all runs have begun
+        end = time.monotonic() + 13  # longer than the ten seconds after which tasks used to fail
         while time.monotonic() < end:  # readers need no lock
             assert "6 runs" in program("study", out, "--list").stdout
         assert all(task.poll() in (None, 75) for task in tasks)

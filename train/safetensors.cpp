@@ -53,12 +53,12 @@ std::vector<int64_t> whole_numbers(
     const nlohmann::json& entry, const char* key, const std::string& name,
     const std::string& path) {
   const bool is_list = entry.is_object() && entry.contains(key) && entry[key].is_array();
-  check(is_list, path, name, " has no ", key);
+  check(is_list, path, name, " has no ", key, " of whole numbers");
   std::vector<int64_t> numbers;
   for (const auto& item : entry[key]) {
     check(
-        item.is_number_unsigned() && item.get<uint64_t>() <= INT64_MAX, path, name, " has a ", key,
-        " that is not made of whole numbers");
+        item.is_number_unsigned() && item.get<uint64_t>() <= INT64_MAX, path, name, " has no ", key,
+        " of whole numbers");
     numbers.push_back(item.get<int64_t>());
   }
   return numbers;

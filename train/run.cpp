@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <thread>
 
 #include "gpt/manifest.h"
@@ -82,13 +83,12 @@ WrittenConfig read_config(const std::string& folder) {
   written.path = folder + kConfigFile;
   written.options = read_options(written.path);
   const std::string text = read_text(written.path);
-  int format = 0;
-  uint32_t checksum = 0;
-  if (std::sscanf(
-          text.c_str(), "# A run of group-muon, format %d, checksum %8x", &format, &checksum) ==
-      2) {
-    written.format = format;
-    written.checksum = checksum;
+  static const std::regex first_line(
+      "# A run of group-muon, format ([0-9]{1,6}), checksum ([0-9a-f]{8})");
+  std::smatch found;
+  if (std::regex_search(text, found, first_line, std::regex_constants::match_continuous)) {
+    written.format = std::stoi(found[1]);
+    written.checksum = static_cast<uint32_t>(std::stoul(found[2], nullptr, 16));
   }
   TORCH_CHECK_VALUE(
       written.format <= kFormat, "'", folder, "' was written by a newer version of group-muon");

@@ -26,7 +26,6 @@ namespace train {
 namespace {
 
 namespace fs = std::filesystem;
-using torch::Tensor;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kUpdateNormInterval = 10;  // steps

@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda:0")
-torch.cuda._lazy_init = lambda: None  # torch.empty(device=DEVICE) would look for a GPU before it comes to us
+torch.cuda._lazy_init = lambda: (
+    None
+)  # torch.empty(device=DEVICE) would look for a GPU before it comes to us
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
 _WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")
 

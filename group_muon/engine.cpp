@@ -30,6 +30,15 @@ constexpr std::array<std::pair<Engine, std::string_view>, 6> kNames = {
      {Engine::kAvx512, "avx512"},
      {Engine::kAvx512Bf16, "avx512_bf16"}}};
 
+#if defined(__x86_64__)
+// Whether the CPU converts to and from half precision. Not every compiler's __builtin_cpu_supports() knows that.
+bool cpu_has_f16c() {
+  constexpr unsigned kF16c = 1U << 29;  // leaf 1, ECX
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kF16c) != 0;
+}
+#endif
+
 // Whether the CPU has the instructions of an engine.
 bool cpu_has(Engine engine) {
   switch (engine) {
@@ -37,8 +46,7 @@ bool cpu_has(Engine engine) {
       return true;
 #if defined(__x86_64__)
     case Engine::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-             __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
     case Engine::kAvx512:
       return cpu_has(Engine::kAvx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -153,7 +153,9 @@ void require_checksum(const std::string& folder, const WrittenConfig& written) {
 // A run's config and its checkpoint must agree in everything that makes it this run.
 void require_same_run(const std::string& folder, const Config& config, const TrainerState& state) {
   const auto written = read_config(folder);
-  for (const auto& [name, value] : state.config) {
+  for (const auto& option : state.config) {
+    const auto& name = option.first;
+    const auto& value = option.second;
     const auto& keys = config_keys();
     const auto key =
         std::find_if(keys.begin(), keys.end(), [&](const Key& one) { return one.name == name; });

@@ -119,8 +119,8 @@ TEST(VectorMath, ExpIsWithinTwoUnitsAndKnowsItsEnds) {
 
 template <typename T>
 void check_cross_entropy() {
-  for (const auto& [rows, cols] :
-       std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {5, 17}, {64, 1000}}) {
+  for (const auto& shape : std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {5, 17}, {64, 1000}}) {
+    const int64_t rows = shape.first, cols = shape.second;
     const Tensor logits = (torch::randn({rows, cols}) * 5).to(kType<T>);
     const Tensor targets = torch::randint(0, cols, {rows}, torch::kLong);
     const Tensor wide = leaf(logits);

@@ -22,6 +22,10 @@ int64_t tile_rows(int64_t tokens) { return tokens <= 256 ? 32 : 64; }
 template <typename T>
 constexpr bool kHasProducts = !std::is_same_v<T, double>;
 
+// Whether sums have the type of what is summed. Then weights replace scores in place.
+template <typename T>
+constexpr bool kInPlace = std::is_same_v<T, Sum<T>>;
+
 // Runs in the calling thread. The fp64 version is a plain triple loop for tests and covers only the cases used here.
 template <typename In, typename Out>
 void product(const Product<In, Out>& p) {
@@ -120,8 +124,8 @@ struct Tiles {
   Tiles(int64_t rows, int64_t tokens, int64_t head_dim)
       : scores(rows * tokens),
         score_grads(rows * tokens),
-        weights(rows * tokens),
-        weight_grads(rows * tokens),
+        weights(kInPlace<T> ? 0 : rows * tokens),
+        weight_grads(kInPlace<T> ? 0 : rows * tokens),
         sums(rows),
         output(rows * head_dim),
         query_grad(rows * head_dim),
@@ -129,10 +133,22 @@ struct Tiles {
         value_grad(tokens * head_dim) {}
 
   std::vector<S> scores, score_grads;    // [rows, tokens]
-  std::vector<T> weights, weight_grads;  // what multiplies the values and the keys
+  std::vector<T> weights, weight_grads;  // what multiplies the values and the keys, if not in place
   std::vector<S> sums, output;           // of the softmax; [rows, head_dim]
   std::vector<S> query_grad, key_grad, value_grad;
   Right<T> keys, keys_transposed, values, values_transposed;
+
+  T* weights_of_scores() { return in_place(scores, weights); }
+  T* grads_of_scores() { return in_place(score_grads, weight_grads); }
+
+ private:
+  static T* in_place(std::vector<S>& sums, std::vector<T>& rounded) {
+    if constexpr (kInPlace<T>) {
+      return sums.data();
+    } else {
+      return rounded.data();
+    }
+  }
 };
 
 // A tile's queries, starting at `first`. keys() is the number of keys that the last of them sees.
@@ -171,6 +187,16 @@ MatrixView<T> head_view(
 template <typename T>
 MatrixView<T> rows_of(const MatrixView<T>& view, int64_t first, int64_t rows) {
   return {view.data + first * view.stride, rows, view.cols, view.stride};
+}
+
+// Fetches rows into the cache ahead of their use. They lie too far apart for the CPU to foresee them.
+template <typename T>
+void fetch(const MatrixView<T>& view) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < view.rows; ++i) {
+    const T* row = view.data + i * view.stride;
+    for (int64_t j = 0; j < view.cols; j += kLine) __builtin_prefetch(row + j);
+  }
 }
 
 // Position of a kv head's keys and values within a row, counted in heads.
@@ -212,7 +238,9 @@ SoftmaxRow<T> softmax_row(Sum<T>* scores, T* weights, Sum<T> scale, int64_t seen
     scores[j] = vector_exp((scores[j] - largest) * scale);
     sum += scores[j];
   }
-  for (int64_t j = 0; j < end; ++j) weights[j] = static_cast<T>(scores[j]);
+  if constexpr (!kInPlace<T>) {
+    for (int64_t j = 0; j < end; ++j) weights[j] = static_cast<T>(scores[j]);
+  }
   std::fill(weights + end, weights + width, static_cast<T>(0));
   return {sum, largest * scale + std::log(sum)};
 }
@@ -224,6 +252,7 @@ void softmax_row_backward(
     Sum<T> dot, int64_t seen, int64_t width) {
   using S = Sum<T>;
   const int64_t end = hide_later(scores, seen, width);
+#pragma omp simd
   for (int64_t j = 0; j < end; ++j) {
     const S weight = vector_exp(scores[j] * scale - log_sum);
     weights[j] = static_cast<T>(weight);
@@ -258,7 +287,7 @@ void attention(
       for_tiles(shape.tokens, [&](const TileSpan& tile) {
         const int64_t keys = tile.keys();
         const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
-        const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
+        const MatrixView<T> weights{tiles.weights_of_scores(), tile.rows, keys, keys};
         const MatrixView<S> sums_of_values{tiles.output.data(), tile.rows, size, size};
         product(rows_of(q, tile.first, tile.rows), tiles.keys_transposed, keys, scores);
         for (int64_t i = 0; i < tile.rows; ++i) {
@@ -307,11 +336,17 @@ void attention_backward(
         const int64_t keys = tile.keys();
         const MatrixView<S> scores{tiles.scores.data(), tile.rows, keys, keys};
         const MatrixView<S> score_grads{tiles.score_grads.data(), tile.rows, keys, keys};
-        const MatrixView<T> weights{tiles.weights.data(), tile.rows, keys, keys};
-        const MatrixView<T> weight_grads{tiles.weight_grads.data(), tile.rows, keys, keys};
+        const MatrixView<T> weights{tiles.weights_of_scores(), tile.rows, keys, keys};
+        const MatrixView<T> weight_grads{tiles.grads_of_scores(), tile.rows, keys, keys};
         const MatrixView<S> query_grad{tiles.query_grad.data(), tile.rows, size, size};
         const auto q_tile = rows_of(q, tile.first, tile.rows);
         const auto y_grad_tile = rows_of(y_grad, tile.first, tile.rows);
+        if (head + 1 < shape.heads) {
+          for (const T* from : {out, out_grad}) {
+            const auto next = head_view(shape, from, shape.width(), batch, head + 1);
+            fetch(rows_of(next, tile.first, tile.rows));
+          }
+        }
         product(q_tile, tiles.keys_transposed, keys, scores);
         product(y_grad_tile, tiles.values_transposed, keys, score_grads);
         for (int64_t i = 0; i < tile.rows; ++i) {

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
@@ -191,6 +192,21 @@ void OutputFile::sync() {
 void OutputFile::close() {
   sync();
   if (::close(std::exchange(descriptor_, -1)) != 0) fail(path_, "cannot be written");
+}
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  if (error && error != std::errc::no_such_file_or_directory) {
+    errno = error.value();
+    fail(folder, "cannot be read");
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 void make_folder(const std::string& path) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace gpt {
 
@@ -69,6 +70,9 @@ class OutputFile {
   int64_t bytes_ = 0;
   uint32_t crc_ = 0;
 };
+
+/// The names in a folder, sorted. None if there is no such folder.
+std::vector<std::string> names_in(const std::string& folder);
 
 /// Creates a folder and its parents, if missing.
 void make_folder(const std::string& path);

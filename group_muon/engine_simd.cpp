@@ -1,13 +1,13 @@
 #include "group_muon/engine_simd.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "group_muon/engine_portable.h"
+#include "group_muon/parallel.h"
 #include "group_muon/products.h"
 
 namespace group_muon {
@@ -203,14 +203,14 @@ void run_blocks(const std::vector<SimdBlock<T>>& blocks, const OrthogonalizeOpti
   const auto count = static_cast<int64_t>(blocks.size());
   const auto [short_side, long_side] = std::minmax(blocks[0].rows, blocks[0].cols);
   const Restarts restarts = restarts_for(short_side, long_side, options);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t threads = threads_here();
   const int64_t even = count / threads * threads;
   const auto run = [&, shortest = short_side, longest = long_side](
                        int64_t begin, int64_t end, bool shared) {
     BlockIteration<T, Small> iteration(options.engine, shortest, longest, shared);
     for (int64_t i = begin; i < end; ++i) iteration.run(blocks[i], options, restarts);
   };
-  at::parallel_for(0, even, std::max<int64_t>(1, even / threads), [&](int64_t begin, int64_t end) {
+  share_out(even, std::max<int64_t>(1, even / threads), [&](int64_t begin, int64_t end) {
     run(begin, end, /*shared=*/false);
   });
   if (even < count) run(even, count, /*shared=*/true);

@@ -8,8 +8,12 @@
 
 namespace group_muon {
 
-/// Calls work(begin, end) in parallel for parts of [0, count) with at least `grain` elements each.
+/// Calls work(begin, end) in parallel for parts of [0, count) with at least `grain` elements each. Within such a call
+/// it does the work in one piece.
 void share_out(
     int64_t count, int64_t grain, c10::function_ref<void(int64_t begin, int64_t end)> work);
+
+/// How many threads share_out() would use here: one within its own calls.
+int64_t threads_here();
 
 }  // namespace group_muon

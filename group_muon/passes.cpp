@@ -1,10 +1,9 @@
 #include "group_muon/passes.h"
 
-#include <ATen/Parallel.h>
-
 #include <numeric>
 #include <vector>
 
+#include "group_muon/parallel.h"
 #include "group_muon/passes_kernel.h"
 
 namespace group_muon {
@@ -16,7 +15,7 @@ constexpr int64_t kGrain = 1 << 15;
 template <typename Work>
 void for_rows(const RowMap& map, Work&& work) {
   const auto count = static_cast<int64_t>(map.rows.size());
-  at::parallel_for(0, count, kGrain / map.cols + 1, [&](int64_t begin, int64_t end) {
+  share_out(count, kGrain / map.cols + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       work(i, i * map.cols, (map.rows[i] + map.first_row) * map.cols);
     }

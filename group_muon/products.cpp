@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "group_muon/parallel.h"
 #include "group_muon/products_kernel.h"
 
 namespace group_muon {
@@ -49,7 +50,7 @@ const auto run_here = [](int64_t count, auto&& work) {
   for (int64_t i = 0; i < count; ++i) work(i);
 };
 const auto run_shared = [](int64_t count, auto&& work) {
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  share_out(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) work(i);
   });
 };

@@ -1,12 +1,11 @@
 #include "train/candidates.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "group_muon/parallel.h"
 #include "train/metrics.h"
 #include "train/run_files.h"
 
@@ -149,7 +148,7 @@ std::vector<std::vector<Measured>> measure_weights(
   // A decomposition of a small matrix uses only one thread, so run them in parallel.
   const auto tensors = static_cast<int64_t>(2 * weights.size());
   const auto count = tensors * static_cast<int64_t>(candidates.size());
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  group_muon::share_out(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const size_t w = i % tensors / 2, t = i % 2, c = i / tensors;
       auto cut = weights[w].weight;

@@ -8,6 +8,7 @@
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "gpt/generate.h"
+#include "gpt/manifest.h"
 #include "gpt/tokenizer.h"
 #include "train/memory.h"
 #include "train/recipe.h"
@@ -25,7 +26,7 @@ struct SampleArguments {
 };
 
 gpt::Vocabulary vocabulary_of(const std::string& folder, const std::string& given) {
-  const std::string own = folder + train::kVocabularyFile;
+  const std::string own = folder + "/" + gpt::kVocabularyFile;
   TORCH_CHECK_VALUE(
       !given.empty() || std::filesystem::exists(own), "'", folder,
       "' has no vocabulary.tiktoken; set --vocabulary to gpt2 or a file");

@@ -4,6 +4,7 @@
 #include <torch/nn/functional/activation.h>
 
 #include <cmath>
+#include <map>
 
 #include "gpt/kernels.h"
 #include "gpt/profile.h"
@@ -26,12 +27,19 @@ Tensor rms_norm(const Tensor& x) {
   return (wide * scale).to(x.scalar_type());
 }
 
-// The child with this name, added if missing. Such modules only provide names: "transformer", "h", "0", "attn", …
-torch::nn::Module& child(torch::nn::Module& parent, const std::string& name) {
-  for (const auto& item : parent.named_children()) {
-    if (item.key() == name) return *item.value();
+// Modules by their paths. They only provide names: "transformer", "transformer.h", "transformer.h.0", …
+using Modules = std::map<std::string, torch::nn::Module*>;
+
+// The module with this path, added with its parents if missing.
+torch::nn::Module& module_at(Modules& modules, const std::string& path) {
+  auto& found = modules[path];
+  if (found == nullptr) {
+    const size_t dot = path.rfind('.');
+    auto& parent = module_at(modules, dot == std::string::npos ? "" : path.substr(0, dot));
+    const std::string name = path.substr(dot + 1);  // all of it, if there is no dot
+    found = parent.register_module(name, std::make_shared<torch::nn::Module>()).get();
   }
-  return *parent.register_module(name, std::make_shared<torch::nn::Module>());
+  return *found;
 }
 
 }  // namespace
@@ -73,15 +81,12 @@ Model::Model(const ModelShape& shape, torch::ScalarType precision, uint64_t seed
     : shape_(shape), precision_(precision), profile_(std::make_unique<Profile>()) {
   check(shape);
   auto generator = at::detail::createCPUGenerator(seed);
+  Modules modules = {{"", this}};
   const auto weight = [&](const std::string& path, int64_t out, int64_t in) {
     const double bound = 1 / std::sqrt(static_cast<double>(in));
     const Tensor value = at::empty({out, in}).uniform_(-bound, bound, generator);
-    torch::nn::Module* owner = this;
-    size_t begin = 0;
-    for (size_t dot; (dot = path.find('.', begin)) != std::string::npos; begin = dot + 1) {
-      owner = &child(*owner, path.substr(begin, dot - begin));
-    }
-    return owner->register_parameter(path.substr(begin), value);
+    const size_t dot = path.rfind('.');
+    return module_at(modules, path.substr(0, dot)).register_parameter(path.substr(dot + 1), value);
   };
   weights_.wte = weight("transformer.wte.weight", shape.vocabulary, shape.width);
   const int64_t qkv = (shape.heads + 2 * shape.key_heads()) * shape.head_dim();

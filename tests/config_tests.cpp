@@ -97,6 +97,8 @@ TEST(ConfigTest, OptionsOfTheOptimizerAreRefusedByTheirNamesHere) {
   EXPECT_ERROR_SAYS(with({{"restarts", "1,x"}}), "restarts should be a whole number, not 'x'");
   EXPECT_ERROR_SAYS(check_with({{"tail-steps", "-1"}}), "tail-steps should be from 0 to 100");
   EXPECT_ERROR_SAYS(check_with({{"rank-tolerance", "1"}}), "rank-tolerance should be in [0, 1)");
+  EXPECT_ERROR_SAYS(check_with({{"base-scale", "big"}}), "base-scale: unknown scale 'big': use");
+  EXPECT_ERROR_SAYS(check_with({{"muon-precision", "x"}}), "muon-precision: unknown precision 'x'");
   EXPECT_ERROR_SAYS(check_with({{"muon-lr", "inf"}}), "muon-lr should be at most 1e+38, not inf");
   EXPECT_ERROR_SAYS(check_with({{"custom-coefficients", "1,2"}}), "triples a, b, c, not 2 numbers");
   EXPECT_ERROR_SAYS(

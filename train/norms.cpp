@@ -20,22 +20,27 @@ std::vector<WeightKind> kinds_of(const gpt::Model& model) {
   return kinds;
 }
 
-ByKind copies_of(const std::vector<WeightKind>& kinds) {
+namespace {
+
+// What `take` makes of each weight.
+template <typename Take>
+ByKind of_each(const std::vector<WeightKind>& kinds, Take&& take) {
   ByKind all;
   for (const auto& kind : kinds) {
-    auto& copies = all.emplace_back();
-    for (const auto& weight : kind.weights) copies.push_back(weight.clone());
+    auto& taken = all.emplace_back();
+    for (const auto& weight : kind.weights) taken.push_back(take(weight));
   }
   return all;
 }
 
+}  // namespace
+
+ByKind copies_of(const std::vector<WeightKind>& kinds) {
+  return of_each(kinds, [](const Tensor& weight) { return weight.clone(); });
+}
+
 ByKind gradients_of(const std::vector<WeightKind>& kinds) {
-  ByKind all;
-  for (const auto& kind : kinds) {
-    auto& gradients = all.emplace_back();
-    for (const auto& weight : kind.weights) gradients.push_back(weight.grad());
-  }
-  return all;
+  return of_each(kinds, [](const Tensor& weight) { return weight.grad(); });
 }
 
 double norm_of(const std::vector<Tensor>& tensors) {

@@ -63,6 +63,19 @@ group_muon::OrthogonalizeOptions muon_on(const torch::Device& device, const Conf
   return group_muon::resolved(options, device);
 }
 
+// The library's errors speak of a kind of value, such as a scale. Here they also name the key.
+void check_option(const Config& config, const Key& key, const group_muon::Option& option) {
+  try {
+    option.check(config.muon, key.name);
+  } catch (const c10::Error& error) {
+    std::string words = error.what_without_backtrace();
+    const std::string library = "group_muon: ";
+    if (words.starts_with(library)) words.erase(0, library.size());
+    const bool names_it = words.find(key.name) != std::string::npos;
+    TORCH_CHECK_VALUE(false, names_it ? "" : key.name + ": ", words);
+  }
+}
+
 void check_fraction(const char* key, double value) {
   TORCH_CHECK_VALUE(value < 1, key, " should be below 1, not ", value);
 }
@@ -74,7 +87,7 @@ void check(const Config& config) {
   constexpr double kLargestNumber = 1e38;      // products in fp32 are still finite
   for (const auto& key : config_keys()) {
     if (const auto* option = std::get_if<const group_muon::Option*>(&key.member)) {
-      (*option)->check(config.muon, key.name);
+      check_option(config, key, **option);
     } else if (const auto* member = std::get_if<int64_t Config::*>(&key.member)) {
       check_range(key.name, config.**member, key.least, kMost);
     } else if (const auto* number = std::get_if<double Config::*>(&key.member)) {

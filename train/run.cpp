@@ -185,13 +185,15 @@ Config with_older_engines(Config config) {
   return config;
 }
 
-// The files that a resumed run continues must be files.
+// The files that a resumed run continues must be files that can be read.
 void require_records(const std::string& folder) {
   for (const char* name : {kMetricsFile, kDiagnosticsFile, kMachineFile}) {
     const std::string path = folder + name;
+    if (!fs::exists(path)) continue;
     TORCH_CHECK_VALUE(
-        !fs::exists(path) || fs::is_regular_file(path), "'", path,
+        fs::is_regular_file(path), "'", path,
         "' is not a file and cannot be continued; move it away");
+    crc32c_of_file(path);  // throws if it cannot be read
   }
 }
 
@@ -392,8 +394,9 @@ Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock) {
   make_folder(config.out);
   if (!lock) lock = std::make_shared<FolderLock>(config.out);
   refuse_existing(config.out);  // another process may have started a run in the meantime
-  if (fs::exists(config.data + kVocabularyFile)) {
-    replace_file(config.out + kVocabularyFile, read_text(config.data + kVocabularyFile));
+  const std::string vocabulary = std::string("/") + gpt::kVocabularyFile;
+  if (fs::exists(config.data + vocabulary)) {
+    replace_file(config.out + vocabulary, read_text(config.data + vocabulary));
   }
   record_start(config);
   return {.config = config, .checkpoint = {}, .state = {}, .notes = {}, .lock = std::move(lock)};

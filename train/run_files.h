@@ -7,7 +7,6 @@ constexpr const char* kConfigFile = "/config.toml";
 constexpr const char* kMachineFile = "/machine.jsonl";
 constexpr const char* kMetricsFile = "/metrics.jsonl";
 constexpr const char* kDiagnosticsFile = "/diagnostics.jsonl";
-constexpr const char* kVocabularyFile = "/vocabulary.tiktoken";  // the data's folder has one, too
 constexpr const char* kCheckpointsFolder = "/checkpoints";
 
 // In a checkpoint.

@@ -7,8 +7,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <limits>
 #include <string>
@@ -42,6 +44,15 @@ int complain(std::string message, int code) {
   return code;
 }
 
+// Flushes what was printed. A full disk behind standard output is an error like any other: what was printed is lost.
+int finish(int code) {
+  errno = 0;
+  const bool flushed = std::fflush(stdout) == 0;
+  if (flushed && std::ferror(stdout) == 0) return code;
+  const std::string why = errno == 0 ? "" : std::string(": ") + std::strerror(errno);
+  return complain("standard output cannot be written" + why, code == 0 ? 1 : code);
+}
+
 }  // namespace
 }  // namespace cli
 
@@ -69,13 +80,13 @@ int main(int argc, char** argv) {
     auto words = cli::checked_words(app, argc, argv);
     std::reverse(words.begin(), words.end());  // as the parser wants them
     app.parse(std::move(words));
-    if (!app.get_subcommands().empty()) return 0;
+    if (!app.get_subcommands().empty()) return cli::finish(0);
     std::fputs(app.help().c_str(), stderr);
     return cli::kWrongUse;
   } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
   } catch (const CLI::Success& asked) {  // --help, --version
-    return app.exit(asked);
+    return cli::finish(app.exit(asked));
   } catch (const CLI::ParseError& error) {
     return cli::complain(cli::words_of(error, app), cli::kWrongUse);
   } catch (const cli::WrongUse& error) {

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <new>
 #include <nlohmann/json.hpp>
@@ -310,7 +312,8 @@ std::string place_for(const CorpusOptions& options) {
   struct stat own{}, parent{};
   const bool known =
       ::stat(place.c_str(), &own) == 0 && ::stat(place.parent_path().c_str(), &parent) == 0;
-  if (!known || own.st_dev != parent.st_dev || place == place.root_path() ||
+  if (!known) refuse(std::string("cannot be read: ") + std::strerror(errno));
+  if (own.st_dev != parent.st_dev || place == place.root_path() ||
       fs::equivalent(place, ".", error)) {
     refuse("is the current folder or a mount point; set --out to a new folder inside it");
   }

@@ -36,21 +36,19 @@ bool has_word(const std::string& name, const std::string& word) {
 // The shards of a split in a folder, sorted by name.
 std::vector<std::string> shards_of(const std::string& folder, const std::string& split) {
   std::vector<std::string> names;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-    const auto name = entry.path().filename().string();
-    if (!has_word(name, split) || entry.path().extension() != ".bin") continue;
+  if (!std::filesystem::exists(folder)) fail(folder, "cannot be read: there is no such folder");
+  for (auto& name : names_in(folder)) {
+    const std::filesystem::path path = std::filesystem::path(folder) / name;
+    if (!has_word(name, split) || path.extension() != ".bin") continue;
     std::error_code missing;
-    if (!entry.is_regular_file(missing)) fail(entry.path().string(), "is not a file");
-    names.push_back(name);
+    if (!std::filesystem::is_regular_file(path, missing)) fail(path.string(), "is not a file");
+    names.push_back(std::move(name));
   }
-  if (error) fail(folder, "cannot be read: " + error.message());
   if (names.empty()) {
     fail(
         folder, "has no *" + split + "*.bin shard; make some with 'group-muon tokenize'" +
                     (split == "val" ? " --validation or --validation-fraction" : ""));
   }
-  std::sort(names.begin(), names.end());
   return names;
 }
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <optional>
+#include <sstream>
 
 #include "train/errors.h"
 #include "train/files.h"
@@ -40,12 +40,15 @@ std::string text_if_any(const std::string& path) {
 // Calls use(step, line) for the last lines of a run's metrics that can be read. The file may be growing.
 template <typename Use>
 void for_last_metrics(const std::string& run_folder, Use&& use) {
-  constexpr std::streamoff kTail = 8192;  // a few lines
-  std::ifstream file(run_folder + "/metrics.jsonl", std::ios::binary | std::ios::ate);
-  if (!file) return;
-  const std::streamoff size = file.tellg();
-  file.seekg(std::max<std::streamoff>(0, size - kTail));
-  for (std::string line; std::getline(file, line);) {  // the first and last may be incomplete
+  constexpr int64_t kTail = 8192;  // a few lines
+  const std::string path = run_folder + train::kMetricsFile;
+  if (!fs::exists(path)) return;
+  const gpt::InputFile file(path);
+  const int64_t size = file.stamp().bytes, begin = std::max<int64_t>(0, size - kTail);
+  std::string tail(static_cast<size_t>(size - begin), '\0');
+  tail.resize(file.read_at(begin, tail.data(), tail.size()));
+  std::istringstream lines(std::move(tail));
+  for (std::string line; std::getline(lines, line);) {  // the first and last may be incomplete
     const auto json = train::parse_json(line);
     if (!json || !json->is_object() || !json->contains("step")) continue;
     if ((*json)["step"].is_number_integer()) use((*json)["step"].template get<int64_t>(), *json);
@@ -64,7 +67,7 @@ std::optional<double> last_loss(const std::string& run_folder, int64_t steps) {
 
 // Throws if result.json does not hold what the run's metrics say: it alone would be believed whatever it says.
 double checked_result(const std::string& run_folder, int64_t steps) {
-  const auto result = train::parse_json(text_if_any(run_folder + kResult));
+  const auto result = train::parse_json(train::read_text(run_folder + kResult));
   TORCH_CHECK_VALUE(
       result && result->is_object() && result->contains("validation_loss") &&
           (*result)["validation_loss"].is_number(),
@@ -94,12 +97,13 @@ std::shared_ptr<train::FolderLock> lock_of(const Folder& folder) {
 
 // Finds folders with a run, at most `levels` deep. Does not look into runs, whose checkpoints come and go.
 void find_runs(const fs::path& place, int levels, std::vector<std::string>& found) {
-  for (const auto& entry : fs::directory_iterator(place)) {
-    if (!entry.is_directory()) continue;
-    if (train::has_run(entry.path().string())) {
-      found.push_back(entry.path().string());
-    } else if (levels > 1 && entry.path().filename() != train::kCheckpointsFolder + 1) {
-      find_runs(entry.path(), levels - 1, found);
+  for (const auto& name : train::names_in(place.string())) {
+    const fs::path path = place / name;
+    if (!fs::is_directory(path)) continue;
+    if (train::has_run(path.string())) {
+      found.push_back(path.string());
+    } else if (levels > 1 && name != train::kCheckpointsFolder + 1) {
+      find_runs(path, levels - 1, found);
     }
   }
 }
@@ -204,8 +208,8 @@ std::string difference_of(const Folder& folder, const PlannedRun& run) {
     auto planned = train::filled_in(config_of(folder, run), found);
     planned.out = found.out;
     train::compare_for_resume(found, planned);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return train::message_of(error);
   }
   return "";
 }
@@ -219,9 +223,9 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
     try {
       status.loss = checked_result(path, train::configure(run.options).steps);
       status.state = RunState::kFinished;
-    } catch (const c10::Error& error) {
+    } catch (const std::exception& error) {
       status.state = RunState::kFailed;
-      status.error = error.what_without_backtrace();
+      status.error = train::message_of(error);
     }
     return status;
   }
@@ -237,8 +241,13 @@ RunStatus status_of(const Folder& folder, const PlannedRun& run) {
 double fraction_done(const Folder& folder, const PlannedRun& run) {
   const auto steps = static_cast<double>(train::configure(run.options).steps);
   double done = 0;
-  for_last_metrics(
-      folder_of(folder, run), [&](int64_t step, const Json&) { done = static_cast<double>(step); });
+  try {
+    for_last_metrics(folder_of(folder, run), [&](int64_t step, const Json&) {
+      done = static_cast<double>(step);
+    });
+  } catch (const std::exception&) {
+    done = 0;  // only a progress bar depends on it; the run itself says what is wrong
+  }
   return std::clamp(done / steps, 0.0, 1.0);
 }
 
@@ -256,7 +265,7 @@ void record_error(const std::string& run_folder, const std::string& error) {
   try {
     train::replace_file(run_folder + kError, error + "\n");
   } catch (const std::exception& why) {
-    std::fprintf(stderr, "%s\n(%s)\n", error.c_str(), why.what());
+    std::fprintf(stderr, "%s\n(%s)\n", error.c_str(), train::message_of(why).c_str());
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <set>
 #include <sstream>
@@ -219,8 +218,9 @@ void read_run(const std::string& folder, RunResult& result) {
   // Paths on that machine mean nothing elsewhere.
   result.config.erase("out");
   result.config["data"] = fs::path(config.data).filename().string();
-  std::ifstream machines(folder + train::kMachineFile);
-  for (std::string line; std::getline(machines, line);) {
+  const std::string machines = folder + train::kMachineFile;
+  std::istringstream lines(fs::exists(machines) ? train::read_text(machines) : "");
+  for (std::string line; std::getline(lines, line);) {
     auto machine = train::parse_json(line);
     if (machine && machine->is_object()) result.machines.push_back(std::move(*machine));
   }

@@ -1,6 +1,7 @@
 // Replacing files: links, devices, folders, failures. Locks: many processes at once.
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,6 +26,16 @@ size_t files_in(const std::string& folder) {
   return static_cast<size_t>(std::distance(fs::directory_iterator(folder), {}));
 }
 
+TEST(NamesTest, AFolderThatCannotBeReadIsNotAnEmptyOne) {
+  const TemporaryFolder folder;
+  replace_file(folder / "b", "");
+  replace_file(folder / "a", "");
+  EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"a", "b"}));
+  EXPECT_TRUE(names_in(folder / "missing").empty());
+  const auto why = error_of<std::exception>([&] { names_in(folder / "a"); });
+  EXPECT_NE(why.find("a' cannot be read: Not a directory"), std::string::npos) << why;
+}
+
 TEST(ReplaceFileTest, LinksStayAndTheirTargetsAreReplaced) {
   const TemporaryFolder folder;
   fs::create_directory(folder / "elsewhere");
@@ -40,6 +51,24 @@ TEST(ReplaceFileTest, LinksStayAndTheirTargetsAreReplaced) {
   EXPECT_EQ(files_in(folder / "elsewhere"), 2);
   fs::create_symlink("loop", folder / "loop");
   EXPECT_NE(why(folder / "loop").find("cannot be written"), std::string::npos);
+}
+
+TEST(ReplaceFileTest, WhatAKilledProcessLeftIsDeleted) {
+  const TemporaryFolder folder;
+  replace_file(folder / "file.12345.tmp", "half");      // as a killed process leaves it
+  replace_file(folder / "file.mine.tmp", "no number");  // somebody's own
+  replace_file(folder / "file.1.tmp.txt", "another name");
+  const std::string living = folder / "file.77.tmp";  // of a process that is still writing
+  replace_file(living, "half");
+  const int descriptor = ::open(living.c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(::flock(descriptor, LOCK_EX | LOCK_NB), 0);
+  replace_file(folder / "file", "new");
+  const std::vector<std::string> expected = {
+      "file", "file.1.tmp.txt", "file.77.tmp", "file.mine.tmp"};
+  EXPECT_EQ(names_in(folder.path()), expected);
+  ::close(descriptor);
+  check_replaceable(folder / "file");
+  EXPECT_EQ(files_in(folder.path()), 3);
 }
 
 TEST(ReplaceFileTest, DevicesAndPipesAreWrittenToAndStay) {

@@ -47,7 +47,14 @@ def save(figure, out: str) -> None:
     pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
     for target in [out] if suffix in (".png", ".svg") else [f"{out}.png", f"{out}.svg"]:
         dated = {"metadata": {"Date": None}} if target.endswith(".svg") else {}
-        figure.savefig(target, dpi=130, **dated)
+        # Written aside and renamed: a figure is whole or not there.
+        unfinished = pathlib.Path(f"{target}.tmp")
+        try:
+            figure.savefig(unfinished, dpi=130, format=pathlib.Path(target).suffix[1:], **dated)
+            unfinished.replace(target)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"plot.py: '{target}' cannot be written: {error.strerror}")
         print(f"wrote {target}")
 
 

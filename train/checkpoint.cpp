@@ -288,10 +288,11 @@ int64_t step_of(const std::string& path) {
 
 std::vector<std::string> list_checkpoints(const std::string& run) {
   std::vector<std::pair<int64_t, std::string>> found;
-  std::error_code missing;
-  for (const auto& entry : fs::directory_iterator(run + kCheckpointsFolder, missing)) {
-    const int64_t step = step_of(entry.path().string());
-    if (step >= 0 && entry.is_directory()) found.emplace_back(step, entry.path().string());
+  const std::string folder = run + kCheckpointsFolder;
+  for (const auto& name : names_in(folder)) {
+    const std::string path = folder + "/" + name;
+    const int64_t step = step_of(path);
+    if (step >= 0 && fs::is_directory(path)) found.emplace_back(step, path);
   }
   std::sort(found.begin(), found.end());
   std::vector<std::string> paths;
@@ -321,14 +322,11 @@ void prune_checkpoints(const std::string& run, int64_t keep) {
   for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) {
     if (all[i] != best) delete_folder(all[i]);
   }
-  std::vector<fs::path> unfinished;  // left by a killed process
-  for (const auto& entry : fs::directory_iterator(run + kCheckpointsFolder)) {
-    const std::string name = entry.path().filename().string();
-    if (name.rfind("writing-", 0) == 0 || name.rfind("deleting-", 0) == 0) {
-      unfinished.push_back(entry);
-    }
+  const std::string folder = run + kCheckpointsFolder;
+  for (const auto& name : names_in(folder)) {
+    const bool unfinished = name.starts_with("writing-") || name.starts_with("deleting-");
+    if (unfinished) fs::remove_all(fs::path(folder) / name);  // left by a killed process
   }
-  for (const auto& path : unfinished) fs::remove_all(path);
 }
 
 void set_aside_later(const std::string& run, int64_t step) {

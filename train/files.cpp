@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -96,20 +96,72 @@ struct flock whole_file(short type) {
   return lock;
 }
 
-// Beside the file, since a rename stays within a file system.
-std::string temporary_for(const std::string& path) {
-  return path + "." + std::to_string(::getpid()) + ".tmp";
-}
+// A new file beside `path`, since a rename stays within a file system. It is locked while its process lives; those that
+// dead processes left are deleted.
+class Temporary {
+ public:
+  explicit Temporary(const std::string& path)
+      : path_(path), name_(path + "." + std::to_string(::getpid()) + kSuffix) {
+    delete_leftovers();
+    do {
+      if (descriptor_ >= 0) ::close(descriptor_);  // another process took it for a dead one's
+      descriptor_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+      if (descriptor_ < 0) fail(path_, "cannot be written");
+      ::flock(descriptor_, LOCK_EX | LOCK_NB);
+    } while (is_deleted());
+  }
+  ~Temporary() {
+    if (!renamed_) ::unlink(name_.c_str());
+    ::close(descriptor_);
+  }
+  Temporary(const Temporary&) = delete;
+  Temporary& operator=(const Temporary&) = delete;
+
+  void become(std::string_view text) {
+    write_all(descriptor_, text, path_);
+    renamed_ = ::fsync(descriptor_) == 0 && ::rename(name_.c_str(), path_.c_str()) == 0;
+    if (!renamed_) fail(path_, "cannot be written");
+  }
+
+ private:
+  static constexpr const char* kSuffix = ".tmp";
+
+  bool is_deleted() const {
+    struct stat status = {};
+    return ::fstat(descriptor_, &status) == 0 && status.st_nlink == 0;
+  }
+
+  void delete_leftovers() const {
+    const fs::path place(path_);
+    const std::string folder = place.has_parent_path() ? place.parent_path().string() : ".";
+    const std::string prefix = place.filename().string() + ".";
+    for (const auto& name : names_in(folder)) {
+      if (!name.starts_with(prefix) || !name.ends_with(kSuffix)) continue;
+      const std::string_view suffix = kSuffix;
+      const auto number = std::string_view(name).substr(prefix.size());
+      if (number.find_first_not_of("0123456789") != number.size() - suffix.size()) continue;
+      const std::string leftover = folder + "/" + name;
+      const int descriptor = ::open(leftover.c_str(), O_RDONLY | O_CLOEXEC);
+      if (descriptor < 0) continue;
+      if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0) ::unlink(leftover.c_str());
+      ::close(descriptor);
+    }
+  }
+
+  const std::string path_, name_;
+  int descriptor_ = -1;
+  bool renamed_ = false;
+};
 
 }  // namespace
 
 uint32_t crc32c_of_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) fail(path, "cannot be read");
+  gpt::InputFile file(path);
   std::vector<char> chunk(size_t{1} << 20);
   uint32_t crc = 0;
-  while (file.read(chunk.data(), static_cast<std::streamsize>(chunk.size())), file.gcount() > 0) {
-    crc = crc32c(crc, chunk.data(), static_cast<size_t>(file.gcount()));
+  for (size_t got = chunk.size(); got == chunk.size();) {
+    got = file.read(chunk.data(), chunk.size());
+    crc = crc32c(crc, chunk.data(), got);
   }
   return crc;
 }
@@ -117,28 +169,14 @@ uint32_t crc32c_of_file(const std::string& path) {
 void replace_file(const std::string& given, std::string_view text) {
   const std::string path = followed(given);
   if (!is_replaceable(path)) return write_directly(path, text);
-  const std::string temporary = temporary_for(path);
-  try {
-    OutputFile file(temporary);
-    file.write(text);
-    file.sync();
-    if (::rename(temporary.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
-  } catch (...) {
-    ::unlink(temporary.c_str());
-    throw;
-  }
+  Temporary(path).become(text);
   const std::string folder = fs::path(path).parent_path().string();
   sync_folder(folder.empty() ? "." : folder);
 }
 
 void check_replaceable(const std::string& given) {
   const std::string path = followed(given);
-  if (!is_replaceable(path)) return;
-  const std::string temporary = temporary_for(path);
-  {
-    const OutputFile file(temporary);
-  }
-  ::unlink(temporary.c_str());
+  if (is_replaceable(path)) const Temporary tried(path);
 }
 
 std::string normal_path(const std::string& path) {
@@ -215,21 +253,6 @@ std::shared_ptr<FolderLock> wait_for_lock(const std::string& folder, double seco
   }
 }
 
-std::string read_text(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) fail(path, "cannot be read");
-  std::string text;
-  std::vector<char> chunk(size_t{1} << 16);
-  ssize_t count = 0;
-  while ((count = ::read(descriptor, chunk.data(), chunk.size())) != 0) {
-    if (count > 0) text.append(chunk.data(), static_cast<size_t>(count));
-    if (count < 0 && errno != EINTR) break;
-  }
-  const int error = errno;
-  ::close(descriptor);
-  errno = error;
-  if (count < 0) fail(path, "cannot be read");
-  return text;
-}
+std::string read_text(const std::string& path) { return gpt::read_whole(path, SIZE_MAX); }
 
 }  // namespace train

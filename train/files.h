@@ -15,6 +15,7 @@ namespace train {
 using gpt::crc32c;
 using gpt::delete_folder;
 using gpt::make_folder;
+using gpt::names_in;
 using gpt::OutputFile;
 using gpt::replace_folder;
 using gpt::sync_folder;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -112,24 +111,22 @@ std::vector<Entry> entries_of(
 
 // A file whose header has been read. The tensors' data comes next.
 struct OpenFile {
-  std::ifstream file;
+  gpt::InputFile file;
   nlohmann::json header;
   uint64_t bytes;  // after the header
 };
 
 OpenFile opened(const std::string& path) {
   TORCH_CHECK_VALUE(!std::filesystem::is_directory(path), "'", path, "' is a folder, not a file");
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  TORCH_CHECK_VALUE(file, "'", path, "' cannot be read");
-  const auto file_size = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
-  file.seekg(0);
+  gpt::InputFile file(path);
+  const auto file_size = static_cast<uint64_t>(file.stamp().bytes);
   uint64_t header_size = 0;
   check(file_size >= sizeof header_size, path, "it is too short");
-  file.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
+  file.read(&header_size, sizeof header_size);
   check(header_size <= file_size - sizeof header_size, path, "it is shorter than its header says");
   check(header_size <= kLargestHeader, path, "its header of ", header_size, " bytes is too large");
   std::string text(header_size, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(header_size));
+  file.read(text.data(), header_size);
   auto header = parse_json(text).value_or(nlohmann::json());
   check(header.is_object(), path, "its header is not a valid JSON object");
   return {std::move(file), std::move(header), file_size - sizeof header_size - header_size};
@@ -167,8 +164,8 @@ std::map<std::string, Tensor> load_tensors(const std::string& path) {
   std::map<std::string, Tensor> tensors;
   for (const auto& entry : entries_of(header, bytes, path)) {
     const Tensor tensor = at::empty(entry.shape, entry.type);
-    file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));
-    check(static_cast<bool>(file), path, entry.name, " cannot be read");
+    const size_t got = file.read(tensor.data_ptr(), tensor.nbytes());
+    check(got == tensor.nbytes(), path, "it ends within ", entry.name);
     tensors.emplace(entry.name, tensor);
   }
   return tensors;

@@ -10,6 +10,8 @@
 #include <sstream>
 #include <string>
 
+#include "gpt/files.h"
+
 namespace train {
 
 /// A string, number or boolean as text, in the form a flag would have. Throws for anything else, naming `name`.
@@ -20,7 +22,8 @@ template <typename Use>
 auto read_toml(const std::string& path, Use&& use) {
   TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
   try {
-    return use(toml::parse_file(path));
+    constexpr size_t kLargest = size_t{16} << 20;
+    return use(toml::parse(gpt::read_whole(path, kLargest)));
   } catch (const toml::parse_error& error) {
     std::ostringstream where;
     where << error.source().begin;

@@ -436,6 +436,8 @@ Outcome resume(const Run& run, const Listener& listener) {
   };
   if (listener.begin) listener.begin(run.config.out);
   if (run.state.step == run.config.steps && run.state.validation_loss) {
+    prune_checkpoints(
+        run.config.out, run.config.keep);  // it may have been killed before doing this
     note("the run is finished: all " + std::to_string(run.state.step) + " steps are done");
     return {
         .folder = run.config.out,

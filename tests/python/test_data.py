@@ -1,7 +1,6 @@
 """Data folders: whole or not there, made in bounded memory, and checked by those who read them."""
 
 import contextlib
-import errno
 import json
 import os
 import pathlib
@@ -13,7 +12,7 @@ import subprocess
 import time
 
 import pytest
-from running import PROGRAM, ROOT, arguments, curve, metrics, program, random_walk, write_shard
+from running import PROGRAM, arguments, curve, metrics, program, random_walk, write_shard
 
 WORDS = [f"w{i:x}" for i in range(2000)]
 
@@ -320,62 +319,6 @@ class TestFullDisk:
         done = tokenize(tmp_path / "out", text, check=False, preexec_fn=limit)
         refused(done, "train_000000.bin' cannot be written: File too large")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """A library that lets a call fail."""
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = ROOT / "tests/faults.c"
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
-@pytest.mark.parametrize(
-    ("error", "overwrite"),
-    [(errno.ENOSPC, True), (errno.EIO, False), (0, True)],
-    ids=["full", "broken", "short"],
-)
-def test_every_call_on_a_file_may_fail(tmp_path, text, made, faults, error, overwrite):
-    words = [text, "--shard-tokens", 150_000, "--validation-fraction", 0.3]
-    words = [*words, "--vocabulary", tmp_path / "vocabulary.tiktoken"]
-    shutil.copy(made / "vocabulary.tiktoken", tmp_path)
-    program("tokenize", *words, "--out", tmp_path / "expected")
-    old, new = contents(made) if overwrite else None, contents(tmp_path / "expected")
-    out = made if overwrite else tmp_path / "out"
-    hit = tmp_path / "hit"
-    environment = {**os.environ, "LD_PRELOAD": str(faults), "FAULT_HIT": str(hit)}
-    environment |= {"FAULT_ERROR": str(error), "FAULT_PATH": f"/.{out.name}.writing-"}
-    outcomes = []
-    for call in range(1, 200):
-        environment["FAULT_CALL"] = str(call)
-        words_now = ["tokenize", *words, "--out", out, *(["--overwrite"] if overwrite else [])]
-        done = program(*words_now, check=False, env=environment)
-        if not hit.exists():
-            break
-        hit.unlink()
-        if done.returncode == 0:
-            assert contents(out) == new, call
-        else:
-            refused(done, "': " if error == 0 else f": {os.strerror(error)}")
-            assert contents(out) == old, call
-        assert not list(tmp_path.glob(f".{out.name}.*")), call
-        outcomes.append(done.returncode)
-        if out.exists():
-            shutil.rmtree(out)
-        if overwrite:
-            out.mkdir()
-            for name, content in old.items():
-                (out / name).write_bytes(content)
-    assert 15 < len(outcomes) < 199
-    if error == 0:
-        assert not any(outcomes)
-    else:
-        # Only closing what was synced before may fail without harm.
-        assert sum(outcomes) > 0.8 * len(outcomes)
 
 
 def peak(*command, **options):

@@ -169,6 +169,15 @@ bool for_each_line(
   throw std::runtime_error("'" + name + "', line " + std::to_string(line) + ": " + what);
 }
 
+// The vocabulary of a file. Errors name the file.
+Vocabulary vocabulary_of(std::vector<std::string> tokens, const std::string& name) {
+  try {
+    return Vocabulary(std::move(tokens));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error("'" + name + "': " + error.what());
+  }
+}
+
 // GPT-2 writes bytes as printable characters: printable bytes as themselves, the others as U+0100 and up, in order. The
 // first ids are the bytes in the same order.
 struct ByteNames {
@@ -277,7 +286,7 @@ Vocabulary Vocabulary::parse_tiktoken(std::string_view text, const std::string& 
     tokens.push_back(std::move(bytes));
   });
   if (tokens.empty()) throw std::runtime_error("the vocabulary '" + name + "' is empty");
-  return Vocabulary(std::move(tokens));
+  return vocabulary_of(std::move(tokens), name);
 }
 
 Vocabulary Vocabulary::from_tiktoken(const std::string& path) {
@@ -326,7 +335,7 @@ Vocabulary Vocabulary::parse_merges(std::string_view text, const std::string& na
     throw std::runtime_error(
         "the vocabulary '" + name + "' is cut off: its last line has no line end");
   }
-  return Vocabulary(std::move(tokens));
+  return vocabulary_of(std::move(tokens), name);
 }
 
 std::string Vocabulary::to_tiktoken() const {

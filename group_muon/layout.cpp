@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -85,6 +86,24 @@ void check_cover(const Layout& layout, int64_t length, std::string_view paramete
   }
 }
 
+// Limits of what a text may ask for, far above any model's sizes. Sums and products of them fit in 64 bits.
+constexpr int64_t kMostHeads = int64_t{1} << 20;  // of all segments together
+constexpr int64_t kLargestNumber = std::numeric_limits<int32_t>::max();
+
+int64_t parse_size(std::string_view digits, std::string_view whole) {
+  const int64_t value = parse_number(digits, whole);
+  TORCH_CHECK_VALUE(
+      value <= kLargestNumber, "group_muon: ", value, " in '", whole, "' should be at most ",
+      kLargestNumber);
+  return value;
+}
+
+void check_heads(int64_t count, std::string_view whole) {
+  TORCH_CHECK_VALUE(
+      count <= kMostHeads, "group_muon: layout '", whole, "' has ", count, " heads; at most ",
+      kMostHeads, " are allowed");
+}
+
 Segment parse_segment(std::string_view text) {
   const auto [name, body] = cut(text, '=');
   const auto [place, rest] = cut(body, '/');
@@ -95,12 +114,17 @@ Segment parse_segment(std::string_view text) {
       !name.empty() && !rows.empty() && !starts.empty() && !grouping.empty(),
       "group_muon: layout segment '", text, "' should look like q=12x64@0+64/6:random");
   Segment segment{.name = std::string(name)};
-  segment.head_rows = parse_number(rows, text);
+  segment.head_rows = parse_size(rows, text);
   const int64_t count = parse_number(heads, text);
+  check_heads(count, text);
   const auto [first, stride] = cut(starts, '+');
-  segment.head_starts =
-      stride.empty() ? parse_numbers(starts, ',', text)
-                     : evenly_spaced(count, parse_number(first, text), parse_number(stride, text));
+  if (stride.empty()) {
+    for (const auto start : split(starts, ',')) {
+      segment.head_starts.push_back(parse_size(start, text));
+    }
+  } else {
+    segment.head_starts = evenly_spaced(count, parse_size(first, text), parse_size(stride, text));
+  }
   TORCH_CHECK_VALUE(
       segment.num_heads() == count, "group_muon: layout segment '", text, "' declares ", count,
       " heads but lists ", segment.num_heads(), " starts");
@@ -262,6 +286,7 @@ Layout parse_layout(std::string_view text) {
       words[0] == "rows" || words[0] == "columns", "group_muon: layout '", text,
       "' should start with 'rows' or 'columns', the axis along which heads lie");
   if (words[0] == "columns") layout.axis = Axis::kColumns;
+  int64_t heads = 0;
   for (size_t i = 1; i < words.size(); ++i) {
     if (words[i] == "transposed") {
       layout.transposed = true;
@@ -271,6 +296,8 @@ Layout parse_layout(std::string_view text) {
       layout.higher_dims = HigherDims::kFlatten;
     } else {
       layout.segments.push_back(parse_segment(words[i]));
+      heads += layout.segments.back().num_heads();
+      check_heads(heads, text);
     }
   }
   return layout;

@@ -228,6 +228,17 @@ int64_t seeds_of_setting(const Study& study, const std::string& setting) {
   return more == study.more_seeds.end() ? study.seeds : std::max(study.seeds, more->second);
 }
 
+constexpr int64_t kMostRuns = 100'000;
+
+int64_t count_runs(const Study& study) {
+  int64_t count = study.noise_seeds;
+  for (const auto& setting : study.settings) count += seeds_of_setting(study, setting);
+  for (const auto& variant : study.variants) {
+    count += static_cast<int64_t>(variant.settings.size()) * variant.seeds;
+  }
+  return count;
+}
+
 void read_more_seeds(const toml::table& table, Study& study) {
   for (const auto& [name, value] : table) {
     const std::string setting = find_setting(study, std::string(name.str())).name;
@@ -372,6 +383,10 @@ std::string to_toml(const Study& study) {
 }
 
 std::vector<PlannedRun> make_plan(const Study& study) {
+  const int64_t count = count_runs(study);
+  TORCH_CHECK_VALUE(
+      count <= kMostRuns, "the study has ", count, " runs; at most ", kMostRuns,
+      " are allowed. Use fewer settings, variants or seeds");
   std::vector<PlannedRun> plan;
   const auto add = [&](const std::string& setting, const std::string& variant, int64_t seed,
                        const train::Options& more) {

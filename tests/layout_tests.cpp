@@ -151,6 +151,20 @@ TEST(LayoutErrors, NameTheParameterTheValueAndWhatWouldBeValid) {
   EXPECT_ERROR_SAYS(parse_layout("rows q=12"), "should look like q=12x64@0+64/6:random");
 }
 
+TEST(LayoutErrors, ATextCannotAskForMoreThanAnyModelHas) {
+  EXPECT_ERROR_SAYS(
+      parse_layout("rows q=9223372036854775807x1@0+1/1"),
+      "has 9223372036854775807 heads; at most 1048576 are allowed");
+  EXPECT_ERROR_SAYS(
+      parse_layout("rows q=1000000x1@0+1/1 k=1000000x1@0+1/1"), "has 2000000 heads; at most");
+  EXPECT_ERROR_SAYS(
+      parse_layout("rows q=2x4294967296@0+1/1"), "4294967296 in 'q=2x4294967296@0+1/1' should be");
+  for (const char* places : {"0,4294967296", "4294967296+1", "0+4294967296"}) {
+    EXPECT_ERROR_SAYS(
+        parse_layout(c10::str("rows q=2x1@", places, "/1")), "should be at most 2147483647");
+  }
+}
+
 TEST(LayoutErrors, RowsCoveredTwiceOrNeverAreRefused) {
   const auto with_starts = [](Rows starts) {
     return Layout{.segments = {{.name = "q", .head_starts = std::move(starts), .head_rows = 2}}};

@@ -160,6 +160,16 @@ TEST_F(PlanTest, AWrittenStudyReadsTheSame) {
   }
 }
 
+TEST_F(PlanTest, AFewLinesCannotAskForMillionsOfRuns) {
+  std::string text = "settings = \"table1\"\nseeds = 1000\n";
+  for (const char* name : {"a", "b", "c"}) {
+    text += c10::str(
+        "[[variants]]\nname = \"", name,
+        "\"\nsettings = \"table1\"\nseeds = 1000\noptions = { batch = 1 }\n");
+  }
+  EXPECT_ERROR_SAYS(make_plan(read_study(write(text))), "runs; at most 100000 are allowed");
+}
+
 TEST_F(PlanTest, WrongFilesAreNamed) {
   const auto error = [&](const std::string& text) {
     return error_of([&] { read_study(write(text)); });

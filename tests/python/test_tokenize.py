@@ -259,7 +259,7 @@ def test_shards_are_cut_and_validation_can_be_given(tmp_path, gpt2):
             "'nowhere.tiktoken' cannot be read: No such file or directory",
         ),
         (["t.txt", "--vocabulary", "bad.tiktoken"], "line 1: expected a token in base64"),
-        (["t.txt", "--vocabulary", "few.tiktoken"], "the vocabulary lacks byte"),
+        (["t.txt", "--vocabulary", "few.tiktoken"], "'few.tiktoken': the vocabulary lacks byte"),
         (["t.txt", "--vocabulary", "t.txt"], "is not a GPT-2 vocab.bpe file"),
         (["t.txt", "--learn", 300, "--threads", 0], "--threads"),
         (["t.txt", "--lern", 300], "--lern"),

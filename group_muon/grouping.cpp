@@ -43,8 +43,10 @@ bool is_permutation_of(int64_t n, std::vector<int64_t> order) {
 // "6:random@2000" → one Grouping.
 Grouping parse_grouping(std::string_view text, std::string_view whole) {
   const auto [head, from] = cut(text, '@');
-  const auto [size, rule] = cut(head, ':');
+  const auto [size, rest] = cut(head, ':');
+  const auto [rule, shards] = cut(rest, ':');
   Grouping grouping;
+  if (rest.find(':') != std::string_view::npos) grouping.shards = parse_number(shards, whole);
   if (text.find('@') != std::string_view::npos) grouping.from_step = parse_number(from, whole);
   if (size != "all") {
     grouping.group_size = parse_number(size, whole);
@@ -79,7 +81,10 @@ uint64_t parameter_key(std::string_view name) {
 }
 
 std::vector<int64_t> random_permutation(int64_t n, const RandomKey& key) {
-  const uint64_t subsequence = key.parameter + static_cast<uint64_t>(key.stream);
+  constexpr uint64_t kBetweenShards =
+      0x9e3779b97f4a7c15ULL;  // far from other parameters and streams
+  const uint64_t subsequence = key.parameter + static_cast<uint64_t>(key.stream) +
+                               static_cast<uint64_t>(key.shard) * kBetweenShards;
   const uint64_t offset = static_cast<uint64_t>(key.step) << kDrawBits;
   at::Philox4_32 generator(key.seed, subsequence, offset);
   std::vector<int64_t> order(n);
@@ -92,8 +97,16 @@ std::vector<int64_t> random_permutation(int64_t n, const RandomKey& key) {
 
 std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, const RandomKey& key) {
   switch (grouping.rule) {
-    case GroupingRule::kRandom:
-      return random_permutation(num_heads, key);
+    case GroupingRule::kRandom: {
+      const int64_t size = num_heads / grouping.shards;
+      std::vector<int64_t> order;
+      for (RandomKey own = key; own.shard < grouping.shards; ++own.shard) {
+        for (const auto head : random_permutation(size, own)) {
+          order.push_back(own.shard * size + head);
+        }
+      }
+      return order;
+    }
     case GroupingRule::kGiven:
       return grouping.order;
     case GroupingRule::kInterval: {
@@ -112,6 +125,31 @@ std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, con
   return order;
 }
 
+std::vector<std::vector<int64_t>> separable_heads(
+    int64_t num_heads, const GroupingSchedule& schedule) {
+  std::vector<int64_t> set(num_heads);  // a head of the same set, in the end the first
+  std::iota(set.begin(), set.end(), 0);
+  const auto first_of = [&](int64_t head) {
+    while (set[head] != head) head = set[head];
+    return head;
+  };
+  for (const auto& grouping : schedule) {
+    // A random grouping joins any heads of a shard sooner or later.
+    const bool random = grouping.rule == GroupingRule::kRandom && grouping.group_size > 1;
+    const int64_t joined = random ? num_heads / grouping.shards : grouping.group_size;
+    const auto order =
+        random ? head_order(num_heads, {.group_size = 1}, {}) : head_order(num_heads, grouping, {});
+    for (int64_t i = 0; i < num_heads; ++i) {
+      const int64_t a = first_of(order[i - i % joined]), b = first_of(order[i]);
+      set[std::max(a, b)] = std::min(a, b);
+    }
+  }
+  std::vector<std::vector<int64_t>> sets(num_heads);
+  for (int64_t head = 0; head < num_heads; ++head) sets[first_of(head)].push_back(head);
+  std::erase_if(sets, [](const auto& heads) { return heads.empty(); });
+  return sets;
+}
+
 const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step) {
   TORCH_CHECK_VALUE(step >= 0, "group_muon: a step should be 0 or more, not ", step);
   const auto later = std::find_if(schedule.begin(), schedule.end(), [step](const Grouping& entry) {
@@ -126,7 +164,7 @@ GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std
       schedule.front().from_step == 0, where, "the first grouping should start at step 0, not ",
       schedule.front().from_step);
   for (size_t i = 0; i < schedule.size(); ++i) {
-    auto& [group_size, rule, order, from_step] = schedule[i];
+    auto& [group_size, rule, order, from_step, shards] = schedule[i];
     TORCH_CHECK_VALUE(
         i == 0 || from_step > schedule[i - 1].from_step, where,
         "the steps of a schedule should increase, but ", from_step, " follows ",
@@ -141,6 +179,13 @@ GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std
     TORCH_CHECK_VALUE(
         rule == GroupingRule::kGiven || order.empty(), where, "the order ", join(order, "-"),
         " is given, but the rule is ", to_string(rule), "; use GroupingRule::kGiven");
+    TORCH_CHECK_VALUE(
+        shards == 1 || rule == GroupingRule::kRandom, where,
+        "shards are for random groups, not for ", to_string(rule), " ones");
+    TORCH_CHECK_VALUE(
+        shards > 0 && num_heads % shards == 0 && num_heads / shards % group_size == 0, where,
+        shards, " shards of ", num_heads, " heads do not hold whole groups of ", group_size,
+        "; use a number of shards that divides ", num_heads / group_size);
   }
   return schedule;
 }
@@ -170,7 +215,7 @@ std::string to_string(GroupingRule rule) {
 std::string to_string(const GroupingSchedule& schedule) {
   std::ostringstream text;
   for (size_t i = 0; i < schedule.size(); ++i) {
-    const auto& [group_size, rule, order, from_step] = schedule[i];
+    const auto& [group_size, rule, order, from_step, shards] = schedule[i];
     if (i > 0) text << ',';
     if (group_size == 0) {
       text << "all";
@@ -182,6 +227,7 @@ std::string to_string(const GroupingSchedule& schedule) {
     } else if (rule != GroupingRule::kAdjacent) {
       text << ':' << to_string(rule);
     }
+    if (shards != 1) text << ':' << shards;
     if (from_step > 0) text << '@' << from_step;
   }
   return text.str();

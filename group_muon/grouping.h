@@ -10,13 +10,14 @@ namespace group_muon {
 
 enum class GroupingRule { kAdjacent, kInterval, kRandom, kGiven };
 
-/// Key of a random partition. The draw is a pure function of these four numbers: nothing has to be
+/// Key of a random partition. The draw is a pure function of these numbers: nothing has to be
 /// saved to repeat it, and every process draws the same partition.
 struct RandomKey {
   uint64_t seed = 0;
   int64_t step = 0;
   uint64_t parameter = 0;  // parameter_key(name)
   int64_t stream = 0;      // the segment's stream (layout.h)
+  int64_t shard = 0;       // of the grouping's shards
 };
 
 /// Hash of a parameter's name, the same on every machine.
@@ -31,6 +32,9 @@ struct Grouping {
   GroupingRule rule = GroupingRule::kAdjacent;
   std::vector<int64_t> order = {};  // kGiven only: order of the heads; each run of g is one group
   int64_t from_step = 0;
+  /// kRandom only: the heads form this many shards of equal size, and groups are drawn within a shard. Processes that
+  /// hold whole shards then need nothing from each other.
+  int64_t shards = 1;
 
   bool operator==(const Grouping&) const = default;
 };
@@ -42,6 +46,11 @@ using GroupingSchedule = std::vector<Grouping>;
 /// adjacent 0 1 2 | 3 4 5 | …    interval 0 4 8 | 1 5 9 | …    random: a new draw for every key
 std::vector<int64_t> head_order(int64_t num_heads, const Grouping& grouping, const RandomKey& key);
 
+/// The smallest sets of heads that no grouping of the schedule ever joins: what processes can own separately. Each set
+/// is sorted; sets are ordered by their first head.
+std::vector<std::vector<int64_t>> separable_heads(
+    int64_t num_heads, const GroupingSchedule& schedule);
+
 /// The grouping used at `step`.
 const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step);
 
@@ -49,7 +58,7 @@ const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step);
 GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std::string& where);
 
 /// Conversion from and to text: `6:random`, `all`, `3:7-2-10-0-5-9-1-4-11-3-6-8` (an explicit order),
-/// `1:adjacent@0,6:random@2000` (a schedule). The default rule is adjacent.
+/// `3:random:4` (within 4 shards), `1:adjacent@0,6:random@2000` (a schedule). The default rule is adjacent.
 GroupingSchedule parse_schedule(std::string_view text);
 std::string to_string(const GroupingSchedule& schedule);
 std::string to_string(GroupingRule rule);

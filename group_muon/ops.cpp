@@ -29,6 +29,23 @@ Layout checked_layout(const Tensor& weight, const std::string& layout, const std
   return checked(parse_layout(layout), weight.sizes(), name);
 }
 
+std::vector<int64_t> sizes_of(const MatrixShape& shape) {
+  if (shape.count == 1) return {shape.rows, shape.cols};
+  return {shape.count, shape.rows, shape.cols};
+}
+
+std::optional<OwnedHeads> owned_heads_of(const std::string& text, const std::string& layout) {
+  if (text.empty()) return {};
+  auto owned = parse_owned_heads(text);
+  const auto segments = parse_layout(layout).segments;
+  const int64_t heads = owned.segment < segments.size() ? segments[owned.segment].num_heads() : 0;
+  TORCH_CHECK_VALUE(
+      std::is_sorted(owned.heads.begin(), owned.heads.end(), std::less_equal<>()) &&
+          owned.heads.back() < heads,
+      "group_muon: '", text, "' should list heads of the layout '", layout, "' in ascending order");
+  return owned;
+}
+
 Floats spectra_fields(const Spectra& spectra) {
   Floats fields = {spectra.nuclear_norm};
   fields.insert(fields.end(), spectra.ranks.begin(), spectra.ranks.end());
@@ -90,12 +107,12 @@ void step_op(
     const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
     const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
     const Texts& partitions, const Ints& seen_steps, const Floats& lrs, const Floats& weight_decays,
-    const std::string& options) {
+    const Texts& owned, const std::string& options) {
   const auto count = weights.size();
   TORCH_CHECK_VALUE(
       grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
           names.size() == count && partitions.size() == count && seen_steps.size() == count &&
-          lrs.size() == count && weight_decays.size() == count,
+          lrs.size() == count && weight_decays.size() == count && owned.size() == count,
       "group_muon: step_ needs lists of equal length, with one entry for each of the ", count,
       " weights");
   const auto step_opts = parse_step_options(options);
@@ -106,10 +123,12 @@ void step_op(
     check_value(weights[i], names[i], step_opts.average);
     check_grad(weights[i], grads[i], names[i]);
     check_momentum(weights[i], momentum_buffers[i], names[i]);
+    const auto heads = owned_heads_of(owned[i], layouts[i]);
+    const auto sizes = heads ? sizes_of(heads->whole) : weights[i].sizes().vec();
     list.push_back(
         {weights[i], grads[i], momentum_buffers[i],
-         checked_layout(weights[i], layouts[i], names[i]), names[i], partitions[i], seen_steps[i],
-         lrs[i], weight_decays[i]});
+         checked(parse_layout(layouts[i]), sizes, names[i]), names[i], partitions[i], seen_steps[i],
+         lrs[i], weight_decays[i], heads});
   }
   step(list, step_opts);
 }
@@ -265,7 +284,7 @@ TORCH_LIBRARY(group_muon, m) {
   m.def(
       "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, str[] layouts, "
       "str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] weight_decays, "
-      "str options) -> ()");
+      "str[] owned, str options) -> ()");
   m.def("orthogonalize(Tensor blocks, str options) -> Tensor");
   m.def(
       "check(Tensor[] weights, Tensor?[] grads, str[] names, str layout, str options) -> ()",

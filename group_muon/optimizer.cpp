@@ -45,16 +45,12 @@ void check_muon(const OptimizerParamGroup& group, size_t first_index) {
   }
 }
 
-// Replaces precision "auto" by the choice for these weights. In a group on several devices the first weight with a
+// Replaces precision "auto" by the choice for this weight. In a group on several devices the first weight with a
 // gradient decides.
-void settle_precision(const OptimizerParamGroup& group, GroupMuonOptions& options) {
-  if (options.precision() != "auto") return;
-  for (const auto& parameter : group.params()) {
-    if (!parameter.grad().defined() || parameter.is_meta()) continue;
-    const auto here = resolved(step_options(options).orthogonalize, parameter.device());
-    options.precision(std::string(precision_name(here.precision)));
-    return;
-  }
+void settle_precision(GroupMuonOptions& options, const torch::Tensor& weight) {
+  if (options.precision() != "auto" || weight.is_meta()) return;
+  const auto here = resolved(step_options(options).orthogonalize, weight.device());
+  options.precision(std::string(precision_name(here.precision)));
 }
 
 // The state of a parameter, created at its first step. Loaded momentum may have another device or dtype.
@@ -70,6 +66,19 @@ GroupMuonParamState& state_of(
   check_momentum(parameter, state.momentum_buffer(), name);
   state.momentum_buffer(state.momentum_buffer().to(parameter.device(), parameter.scalar_type()));
   return state;
+}
+
+// All options as one text, to compare processes.
+std::string text_of(const GroupMuonOptions& options) {
+  std::string text;
+  for (const auto& option : option_list())
+    text += c10::str(' ', option.name, '=', option.get(options));
+  return text;
+}
+
+int64_t step_of(const torch::optim::OptimizerParamState& state) {
+  const auto* adamw = dynamic_cast<const AdamWParamState*>(&state);
+  return adamw != nullptr ? adamw->step() : static_cast<const GroupMuonParamState&>(state).step();
 }
 
 // A group in a file: the keys of its weights there, and its options.
@@ -162,6 +171,8 @@ GroupMuon::GroupMuon(std::vector<torch::Tensor> params, GroupMuonOptions default
     : GroupMuon({OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
 void GroupMuon::add_param_group(const OptimizerParamGroup& param_group) {
+  TORCH_CHECK_VALUE(
+      !sharing_, "group_muon: add all parameter groups before the processes share the steps");
   const auto& defaults = static_cast<const GroupMuonOptions&>(*defaults_);
   OptimizerParamGroup group(param_group.params(), defaults_->clone());
   if (param_group.has_options()) group.set_options(param_group.options().clone());
@@ -198,38 +209,88 @@ void GroupMuon::set_grouping(const GroupingSchedule& grouping, std::string_view 
   }
   TORCH_CHECK_VALUE(
       !changes.empty(), "group_muon: no parameter group has a segment '", segment, "' to group");
+  // Other groups may need other pieces.
+  const auto shared =
+      sharing_ ? std::optional(std::pair{sharing_->exchange.group(), sharing_->gradients})
+               : std::nullopt;
+  if (shared) {
+    auto states = gathered_states();
+    sharing_.reset();
+    set_states(states);
+  }
   for (auto& [options, layout] : changes) options->layout(std::move(layout));
+  if (shared) share(shared->first, shared->second);
+}
+
+size_t GroupMuon::index_of(const Unit& unit) const {
+  size_t index = unit.in_group;
+  for (size_t i = 0; i < unit.group; ++i) index += param_groups_[i].params().size();
+  return index;
+}
+
+std::vector<GroupMuon::Unit> GroupMuon::units_with_gradients() {
+  std::vector<Unit> units;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    const auto& params = param_groups_[i].params();
+    for (size_t j = 0; j < params.size(); ++j) {
+      if (params[j].grad().defined()) units.push_back({i, j, params[j], params[j].grad(), {}});
+    }
+  }
+  return units;
+}
+
+std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::batches_of(
+    const std::vector<Unit>& units) {
+  // Weights with equal step options are stepped together, which batches their blocks.
+  std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
+  for (const auto& unit : units) {
+    auto* options = muon_options(param_groups_[unit.group]);
+    if (options == nullptr) continue;
+    settle_precision(*options, unit.value);
+    const auto shared = step_options(*options);
+    auto batch = std::find_if(
+        batches.begin(), batches.end(), [&](const auto& other) { return other.first == shared; });
+    if (batch == batches.end()) batch = batches.insert(batches.end(), {shared, {}});
+    const auto index = index_of(unit);
+    const auto name = parameter_name(*options, unit.in_group, index);
+    check_grad(unit.value, unit.grad, name);
+    auto& state = state_of(state_, unit.value, name);
+    const auto& whole = param_groups_[unit.group].params()[unit.in_group];
+    batch->second.push_back(
+        {unit.value, unit.grad, state.momentum_buffer(),
+         checked(options->layout(), whole.sizes(), name), name,
+         partition_name(*options, unit.in_group, index), state.step(), options->lr(),
+         options->weight_decay(), unit.owned});
+  }
+  return batches;
 }
 
 std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::weights_of_next_step() {
   const torch::NoGradGuard no_grad;
-  // Parameter groups with equal step options are stepped together, which batches their blocks.
-  std::vector<std::pair<StepOptions, std::vector<Weight>>> batches;
-  size_t index = 0;
-  for (auto& group : param_groups_) {
-    if (muon_options(group) == nullptr) {
-      index += group.params().size();
-      continue;
-    }
-    auto& options = *muon_options(group);
-    settle_precision(group, options);
-    const auto shared = step_options(options);
-    auto batch = std::find_if(
-        batches.begin(), batches.end(), [&](const auto& other) { return other.first == shared; });
-    if (batch == batches.end()) batch = batches.insert(batches.end(), {shared, {}});
-    for (size_t i = 0; i < group.params().size(); ++i, ++index) {
-      const auto& parameter = group.params()[i];
-      if (!parameter.grad().defined()) continue;
-      const auto name = parameter_name(options, i, index);
-      check_grad(parameter, parameter.grad(), name);
-      auto& state = state_of(state_, parameter, name);
-      batch->second.push_back(
-          {parameter, parameter.grad(), state.momentum_buffer(),
-           checked(options.layout(), parameter.sizes(), name), name,
-           partition_name(options, i, index), state.step(), options.lr(), options.weight_decay()});
+  return batches_of(units_with_gradients());
+}
+
+void GroupMuon::step_units(const std::vector<Unit>& units) {
+  // Check everything before writing anything.
+  const auto batches = batches_of(units);
+  std::map<size_t, std::vector<torch::Tensor>> adamw;
+  for (const auto& unit : units) {
+    if (adamw_options(param_groups_[unit.group]) != nullptr) {
+      adamw[unit.group].push_back(unit.value);
     }
   }
-  return batches;
+  for (auto& [group, params] : adamw) {
+    OptimizerParamGroup some(params);
+    some.set_options(param_groups_[group].options().clone());
+    step_adamw(some, state_);
+  }
+  for (const auto& [shared, weights] : batches) {
+    group_muon::step(weights, shared);
+    for (const auto& weight : weights) {
+      auto& state = state_of(state_, weight.value, weight.name);
+      state.step(state.step() + 1);
+    }
+  }
 }
 
 torch::Tensor GroupMuon::step(LossClosure closure) {
@@ -239,25 +300,197 @@ torch::Tensor GroupMuon::step(LossClosure closure) {
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  // Check everything before writing anything.
   for (auto& group : param_groups_) {
     if (adamw_options(group) != nullptr) check_adamw(group);
   }
-  const auto batches = weights_of_next_step();
-  for (auto& group : param_groups_) {
-    if (adamw_options(group) != nullptr) step_adamw(group, state_);
-  }
-  for (const auto& [shared, weights] : batches) {
-    group_muon::step(weights, shared);
-    for (const auto& weight : weights) {
-      auto& state = state_of(state_, weight.value, weight.name);
-      state.step(state.step() + 1);
-    }
+  if (sharing_) {
+    step_shared();
+  } else {
+    step_units(units_with_gradients());
   }
   return loss;
 }
 
+void GroupMuon::share(ProcessGroup group, Gradients gradients) {
+  TORCH_CHECK_VALUE(!sharing_, "group_muon: the steps of this optimizer are shared already");
+  const torch::NoGradGuard no_grad;
+  std::vector<SharedWeight> weights;
+  std::vector<std::pair<size_t, size_t>> places;
+  std::string options = gradients == Gradients::kLocal ? "local" : "averaged";
+  c10::Device device = c10::kCPU;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    auto* muon = muon_options(param_groups_[i]);
+    const auto* adamw = adamw_options(param_groups_[i]);
+    TORCH_CHECK_VALUE(
+        adamw == nullptr || !adamw->amsgrad(),
+        "group_muon: amsgrad is not supported when processes share steps");
+    if (muon != nullptr) options += text_of(*muon);
+    const auto& params = param_groups_[i].params();
+    for (size_t j = 0; j < params.size(); ++j) {
+      device = params[j].device();
+      const auto index = index_of({.group = i, .in_group = j});
+      SharedWeight weight{
+          .name = muon != nullptr ? parameter_name(*muon, j, index) : std::to_string(index),
+          .sizes = params[j].sizes().vec(),
+          .dtype = params[j].scalar_type(),
+          .adamw = muon == nullptr};
+      if (muon != nullptr) weight.layout = checked(muon->layout(), weight.sizes, weight.name);
+      weights.push_back(std::move(weight));
+      places.emplace_back(i, j);
+    }
+  }
+  const auto states = gathered_states();
+  sharing_ = std::make_unique<Sharing>(Sharing{
+      Exchange(std::move(group), std::move(weights), options, device),
+      gradients,
+      std::move(places),
+      {}});
+  const auto& exchange = sharing_->exchange;
+  for (const auto i : exchange.own_pieces()) {
+    const auto& piece = exchange.pieces()[i];
+    const auto [in_groups, in_group] = sharing_->places[piece.weight];
+    const auto& param = param_groups_[in_groups].params()[in_group];
+    sharing_->values[i] =
+        take_piece(param.detach(), exchange.weights()[piece.weight], piece).contiguous();
+  }
+  set_states(states);
+}
+
+void GroupMuon::step_shared() {
+  auto& [exchange, gradients, places, values] = *sharing_;
+  std::vector<torch::Tensor> params, grads;
+  for (const auto& [group, in_group] : places) {
+    params.push_back(param_groups_[group].params()[in_group]);
+    grads.push_back(params.back().grad());
+  }
+  const bool local = gradients == Gradients::kLocal;
+  const auto active = exchange.with_gradient(grads, /*on_all=*/!local);
+  Exchange::Step step(exchange, params, active, local ? grads : std::vector<torch::Tensor>{});
+  for (int64_t round = 0; round < step.rounds(); ++round) {
+    const auto own = step.own_pieces(round);
+    auto own_grads = local ? step.mean_grads(round) : std::vector<torch::Tensor>{};
+    std::vector<Unit> units;
+    std::vector<torch::Tensor> sent;
+    for (size_t i = 0; i < own.size(); ++i) {
+      const auto& piece = exchange.pieces()[own[i]];
+      const auto& weight = exchange.weights()[piece.weight];
+      const auto [group, in_group] = places[piece.weight];
+      auto& value = values.at(own[i]);
+      if (!value.is_alias_of(params[piece.weight])) {
+        value.copy_(take_piece(params[piece.weight], weight, piece));
+      }
+      value.mutable_grad() = local ? own_grads[i] : take_piece(grads[piece.weight], weight, piece);
+      units.push_back({group, in_group, value, value.grad(), owned_heads(weight, piece)});
+      sent.push_back(value);
+    }
+    step_units(units);
+    for (size_t i = 0; i < own.size(); ++i) {
+      const auto& piece = exchange.pieces()[own[i]];
+      sent[i].mutable_grad() = torch::Tensor();
+      if (!sent[i].is_alias_of(params[piece.weight])) {
+        put_piece(params[piece.weight], exchange.weights()[piece.weight], piece, sent[i]);
+      }
+    }
+    step.send_values(round, sent);
+  }
+  step.receive_values();
+}
+
+ParamStates GroupMuon::gathered_states(int root) const {
+  const torch::NoGradGuard no_grad;
+  ParamStates result;
+  if (!sharing_) {
+    for (const auto& [weight, state] : state_) result[weight] = state->clone();
+    return result;
+  }
+  auto& [exchange, gradients, places, values] = *sharing_;
+  const auto own = exchange.own_pieces();
+  std::vector<int64_t> counts(places.size(), 0);
+  const auto state_at = [&](size_t piece) -> torch::optim::OptimizerParamState* {
+    const auto found = state_.find(values.at(piece).unsafeGetTensorImpl());
+    return found == state_.end() ? nullptr : found->second.get();
+  };
+  for (const auto i : own) {
+    if (state_at(i) != nullptr) counts[exchange.pieces()[i].weight] = step_of(*state_at(i)) + 1;
+  }
+  counts = exchange.largest(counts);
+  // One kind of tensor after the other: momentum, and AdamW's averages.
+  const auto gather = [&](bool adamw, auto&& tensor_of) {
+    std::vector<bool> which;
+    for (size_t i = 0; i < places.size(); ++i) {
+      which.push_back(counts[i] > 0 && exchange.weights()[i].adamw == adamw);
+    }
+    std::vector<torch::Tensor> tensors;
+    for (const auto i : own) {
+      const bool wanted = which[exchange.pieces()[i].weight];
+      tensors.push_back(wanted ? tensor_of(*state_at(i)) : torch::Tensor());
+    }
+    return exchange.assemble(tensors, which, root);
+  };
+  const auto momentum = gather(false, [](auto& state) {
+    return static_cast<GroupMuonParamState&>(state).momentum_buffer();
+  });
+  const auto averages =
+      gather(true, [](auto& state) { return static_cast<AdamWParamState&>(state).exp_avg(); });
+  const auto squares =
+      gather(true, [](auto& state) { return static_cast<AdamWParamState&>(state).exp_avg_sq(); });
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (!momentum[i].defined() && !averages[i].defined()) continue;
+    const auto [group, in_group] = places[i];
+    auto& slot = result[param_groups_[group].params()[in_group].unsafeGetTensorImpl()];
+    if (momentum[i].defined()) {
+      auto state = std::make_unique<GroupMuonParamState>();
+      state->step(counts[i] - 1);
+      state->momentum_buffer(momentum[i]);
+      slot = std::move(state);
+    } else {
+      auto state = std::make_unique<AdamWParamState>();
+      state->step(counts[i] - 1);
+      state->exp_avg(averages[i]);
+      state->exp_avg_sq(squares[i]);
+      slot = std::move(state);
+    }
+  }
+  return result;
+}
+
+void GroupMuon::set_states(const ParamStates& states) {
+  const torch::NoGradGuard no_grad;
+  state_.clear();
+  if (!sharing_) {
+    for (const auto& [weight, state] : states) state_[weight] = state->clone();
+    return;
+  }
+  auto& [exchange, gradients, places, values] = *sharing_;
+  for (const auto i : exchange.own_pieces()) {
+    const auto& piece = exchange.pieces()[i];
+    const auto& weight = exchange.weights()[piece.weight];
+    const auto [group, in_group] = places[piece.weight];
+    const auto& param = param_groups_[group].params()[in_group];
+    const auto found = states.find(param.unsafeGetTensorImpl());
+    if (found == states.end()) continue;
+    const auto taken = [&](const torch::Tensor& tensor) {
+      return take_piece(tensor, weight, piece).clone(at::MemoryFormat::Contiguous);
+    };
+    auto& slot = state_[values.at(i).unsafeGetTensorImpl()];
+    slot = found->second->clone();
+    if (auto* adamw = dynamic_cast<AdamWParamState*>(slot.get())) {
+      adamw->exp_avg(taken(adamw->exp_avg()));
+      adamw->exp_avg_sq(taken(adamw->exp_avg_sq()));
+    } else {
+      auto& muon = static_cast<GroupMuonParamState&>(*slot);
+      muon.momentum_buffer(taken(muon.momentum_buffer()));
+    }
+  }
+}
+
 void GroupMuon::save(torch::serialize::OutputArchive& archive) const {
+  if (sharing_) {
+    GroupMuon whole(param_groups_);
+    whole.set_states(gathered_states());
+    whole.save(archive);
+    return;
+  }
   // libtorch's format. States and options write themselves, whichever they are.
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
@@ -288,6 +521,10 @@ void GroupMuon::load(torch::serialize::InputArchive& archive) {
   }
   for (size_t i = 0; i < saved.size(); ++i)
     param_groups_[i].set_options(std::move(saved[i].options));
+  if (sharing_) {
+    set_states(loaded);
+    return;
+  }
   for (auto& [weight, state] : loaded) state_[weight] = std::move(state);
 }
 

@@ -4,11 +4,16 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
+#include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "group_muon/adamw.h"
+#include "group_muon/exchange.h"
 #include "group_muon/options.h"
 #include "group_muon/step.h"
 
@@ -22,6 +27,12 @@ struct GroupMuonParamState
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+/// What the gradients are when several processes share a step.
+enum class Gradients {
+  kLocal,     // of each process's own batch: the step averages them
+  kAveraged,  // averaged already, as by DistributedDataParallel
 };
 
 /// Steps groups with GroupMuonOptions by Group Muon and groups with torch::optim::AdamWOptions by AdamW, with one
@@ -41,6 +52,22 @@ class GroupMuon : public torch::optim::Optimizer {
   /// parameter group that has one. Momentum is kept.
   void set_grouping(const GroupingSchedule& grouping, std::string_view segment);
 
+  /// Shares all further steps between the processes of a group, which must have the same weights and options: each
+  /// process keeps the state of its own pieces (sharing.h), computes their new values and sends them to all. States that
+  /// exist are divided. Collective, like every step, gathered_states() and save() from then on. Call it after the last
+  /// add_param_group().
+  void share(ProcessGroup group, Gradients gradients = Gradients::kLocal);
+
+  /// The exchange between processes, or nullptr if steps are not shared.
+  const Exchange* exchange() const { return sharing_ ? &sharing_->exchange : nullptr; }
+
+  /// The states of whole weights, by weight. If steps are shared, they are gathered on the process `root` (-1: on all),
+  /// and others get none.
+  ParamStates gathered_states(int root = -1) const;
+
+  /// Replaces all states by these, of whole weights. If steps are shared, each process keeps its pieces of them.
+  void set_states(const ParamStates& states);
+
   /// Muon's weights that the next step would update (those with gradients), batched by equal options. Makes no step.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> weights_of_next_step();
 
@@ -49,6 +76,33 @@ class GroupMuon : public torch::optim::Optimizer {
   void save(torch::serialize::OutputArchive& archive) const override;
   /// Also reads files of torch::optim::AdamW into groups of AdamW. Changes nothing if the file does not fit.
   void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  // A weight, or a piece of one that this process owns, and what its step needs.
+  struct Unit {
+    size_t group = 0;
+    size_t in_group = 0;
+    torch::Tensor value = {};
+    torch::Tensor grad = {};
+    std::optional<OwnedHeads> owned = {};
+  };
+  // This process's side of shared steps.
+  struct Sharing {
+    Exchange exchange;
+    Gradients gradients;
+    std::vector<std::pair<size_t, size_t>> places;  // group and index in it of each shared weight
+    std::map<size_t, torch::Tensor>
+        values;  // by piece: the own pieces; views of weights where possible
+  };
+
+  std::vector<Unit> units_with_gradients();
+  std::vector<std::pair<StepOptions, std::vector<Weight>>> batches_of(
+      const std::vector<Unit>& units);
+  void step_units(const std::vector<Unit>& units);
+  void step_shared();
+  size_t index_of(const Unit& unit) const;
+
+  std::unique_ptr<Sharing> sharing_;
 };
 
 /// The options of a group, or nullptr if the other algorithm steps it.

@@ -7,30 +7,46 @@
 #include <map>
 #include <tuple>
 
+#include "group_muon/text.h"
+
 namespace group_muon {
 namespace {
 
 using at::Tensor;
 
-// The segment's rows in gathering order.
-std::vector<int64_t> rows_in_order(const Segment& segment, const std::vector<int64_t>& order) {
+// The segment's rows in gathering order; of owned heads those in the tensors that hold them.
+std::vector<int64_t> rows_in_order(
+    const Segment& segment, const std::vector<int64_t>& order,
+    const std::optional<OwnedHeads>& owned) {
+  auto starts = segment.head_starts;
+  if (owned) {
+    std::fill(starts.begin(), starts.end(), -1);
+    int64_t next = 0;
+    for (const auto head : owned->heads) starts[head] = segment.head_rows * next++;
+  }
   std::vector<int64_t> rows;
   rows.reserve(segment.num_rows());
   for (const auto head : order) {
-    for (int64_t row = 0; row < segment.head_rows; ++row) {
-      rows.push_back(segment.head_starts[head] + row);
-    }
+    if (starts[head] < 0) continue;
+    for (int64_t row = 0; row < segment.head_rows; ++row) rows.push_back(starts[head] + row);
   }
   return rows;
 }
 
-// A layout without segments is a single head: the whole matrix.
-std::vector<Segment> segments_of(const Layout& layout, int64_t length) {
-  if (!layout.segments.empty()) return layout.segments;
+MatrixShape whole_shape(const Weight& weight) {
+  return weight.owned ? weight.owned->whole : shape_of(weight);
+}
+
+// The segments to step. A layout without segments is a single head: the whole matrix.
+std::vector<Segment> segments_of(const Weight& weight) {
+  const auto& [axis, transposed, higher_dims, segments] = weight.layout;
+  if (weight.owned) return {segments.at(weight.owned->segment)};
+  if (!segments.empty()) return segments;
+  const auto shape = shape_of(weight);
   return {
       {.name = "matrix",
        .head_starts = {0},
-       .head_rows = length,
+       .head_rows = axis == Axis::kRows ? shape.rows : shape.cols,
        .schedule = {Grouping{.group_size = 1}}}};
 }
 
@@ -45,9 +61,8 @@ struct ShapedSlot {
   int64_t cols;
 };
 
-ShapedSlot plan_segment(
-    const Weight& weight, const MatrixShape& shape, const Segment& segment,
-    const StepOptions& options) {
+ShapedSlot plan_segment(const Weight& weight, const Segment& segment, const StepOptions& options) {
+  const auto shape = whole_shape(weight);
   const auto& grouping = grouping_at(segment.schedule, weight.step);
   const RandomKey key{options.seed, weight.step, parameter_key(weight.partition), segment.stream};
   const bool by_rows = weight.layout.axis == Axis::kRows;
@@ -58,8 +73,8 @@ ShapedSlot plan_segment(
   const auto [segment_rows, segment_cols] = side(segment.num_rows());
   Slot slot;
   slot.axis = by_rows ? 0 : 1;
-  slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key));
-  slot.groups = segment.num_heads() / grouping.group_size;
+  slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key), weight.owned);
+  slot.groups = static_cast<int64_t>(slot.rows.size()) / (grouping.group_size * segment.head_rows);
   slot.transpose = rows > cols;
   slot.scale = update_scale(
       options.scale, out_in(weight.layout, rows, cols),
@@ -79,6 +94,23 @@ bool can_be_in_place(const Weight& weight, const OrthogonalizeOptions& options) 
 }
 
 }  // namespace
+
+OwnedHeads parse_owned_heads(std::string_view text) {
+  const auto [sizes, rest] = cut(text, '/');
+  const auto [segment, heads] = cut(rest, '/');
+  const auto numbers = parse_numbers(sizes, 'x', text);
+  TORCH_CHECK_VALUE(
+      numbers.size() == 3, "group_muon: '", text, "' should begin with matrices x rows x columns");
+  return {
+      {numbers[0], numbers[1], numbers[2]},
+      static_cast<size_t>(parse_number(segment, text)),
+      parse_numbers(heads, '-', text)};
+}
+
+std::string to_string(const OwnedHeads& owned) {
+  const auto& [count, rows, cols] = owned.whole;
+  return c10::str(count, 'x', rows, 'x', cols, '/', owned.segment, '/', join(owned.heads, "-"));
+}
 
 MatrixShape shape_of(const Weight& weight) {
   return matrix_shape(weight.value.sizes(), weight.layout, weight.name);
@@ -113,12 +145,10 @@ void check_momentum(const Tensor& value, const Tensor& momentum, const std::stri
 }
 
 std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options) {
-  const auto shape = shape_of(weight);
-  const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
   std::vector<Slot> slots;
-  for (const auto& segment : segments_of(weight.layout, length)) {
-    slots.push_back(plan_segment(weight, shape, segment, options).slot);
-    slots.back().matrices = shape.count;
+  for (const auto& segment : segments_of(weight)) {
+    slots.push_back(plan_segment(weight, segment, options).slot);
+    slots.back().matrices = shape_of(weight).count;
   }
   return slots;
 }
@@ -131,21 +161,20 @@ Plan make_plan(
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto& weight = weights[i];
     if (weight.value.numel() == 0) continue;
-    const auto shape = shape_of(weight);
-    const int64_t length = weight.layout.axis == Axis::kRows ? shape.rows : shape.cols;
+    const int64_t matrices = shape_of(weight).count;
     const auto& momentum = weight.momentum;
     const auto orthogonalize = resolved(options.orthogonalize, momentum.device());
     const bool in_place = can_be_in_place(weight, orthogonalize);
     if (!in_place) plan.gathered.push_back(i);
-    for (const auto& segment : segments_of(weight.layout, length)) {
-      const auto [slot, rows, cols] = plan_segment(weight, shape, segment, options);
+    for (const auto& segment : segments_of(weight)) {
+      const auto [slot, rows, cols] = plan_segment(weight, segment, options);
       const auto [short_side, long_side] = std::minmax(rows, cols);
       const auto key = std::tuple{
           short_side, long_side, momentum.device().str(), momentum.scalar_type(), in_place};
       const int64_t max_blocks =
           in_place ? std::numeric_limits<int64_t>::max() : max_elements / (short_side * long_side);
       // Stacked matrices may be split over several buckets.
-      for (int64_t matrix = 0; matrix < shape.count;) {
+      for (int64_t matrix = 0; matrix < matrices;) {
         const auto found = open.find(key);
         int64_t room =
             found == open.end() ? 0 : (max_blocks - buckets[found->second].blocks) / slot.groups;
@@ -159,7 +188,7 @@ Plan make_plan(
         Slot part = slot;
         part.weight = i;
         part.first_matrix = matrix;
-        part.matrices = std::min(room, shape.count - matrix);
+        part.matrices = std::min(room, matrices - matrix);
         part.first_block = bucket.blocks;
         matrix += part.matrices;
         bucket.blocks += part.blocks();

@@ -6,7 +6,9 @@
 #include <c10/core/TensorOptions.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "group_muon/iteration.h"
@@ -15,17 +17,30 @@
 
 namespace group_muon {
 
+/// Some heads of a segment, which one process owns (sharing.h).
+struct OwnedHeads {
+  MatrixShape whole;           // of the weight that they belong to
+  size_t segment = 0;          // its index in the layout
+  std::vector<int64_t> heads;  // ascending
+};
+
+/// Conversion from and to text: matrices, rows and columns of the whole weight, segment, heads: `1x2304x768/0/0-1-5`.
+OwnedHeads parse_owned_heads(std::string_view text);
+std::string to_string(const OwnedHeads& owned);
+
 /// A weight and everything its step reads. `momentum` and `value` are written in place.
 struct Weight {
   at::Tensor value;
   at::Tensor grad;
   at::Tensor momentum;
-  Layout layout;          // checked() against the value's sizes
+  Layout layout;          // checked() against the weight's sizes
   std::string name;       // used in messages
   std::string partition;  // name of its random partitions; weights with the same name share them
   int64_t step = 0;       // number of earlier steps of this weight
   double lr = 0;
   double weight_decay = 0;
+  /// If the tensors hold only these heads, one after the other. The layout is that of the whole weight.
+  std::optional<OwnedHeads> owned = {};
 };
 
 /// Options that weights must share to be stepped together.
@@ -73,7 +88,7 @@ struct Plan {
   std::vector<size_t> gathered;  // weights whose blocks are gathered and put back
 };
 
-/// The weight as matrices.
+/// The weight's tensors as matrices.
 MatrixShape shape_of(const Weight& weight);
 
 /// The groups of each segment of a weight at its step.

@@ -3,8 +3,9 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, cast, overload
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,23 @@ from torch.optim.optimizer import ParamsT
 from group_muon import adamw, contract, takeover
 from group_muon.models import param_groups
 from group_muon.options import as_text, shared
+from group_muon.sharing import Sharing
 
 _ops = torch.ops.group_muon
 _Loss = TypeVar("_Loss")
 
 # Arguments of step_ for one weight: parameter, gradient, momentum buffer, layout, name, partition,
-# step, lr and weight decay.
-_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float]
+# step, lr, weight decay and, if it is a piece, the heads in it.
+_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, str]
+
+
+class _Unit(NamedTuple):
+    """What is stepped: a weight, or a piece of one that this process owns."""
+
+    tensor: Tensor
+    name: str
+    partition: str
+    owned_heads: str = ""
 
 
 class _State(TypedDict):
@@ -176,6 +187,11 @@ class GroupMuon(torch.optim.Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of groups stepped by AdamW.
             In such a group they are called lr, betas, eps and weight_decay.
         partial: accept groups of param_groups that lack some of the model's weights.
+        process_group: processes (of torch.distributed) that share every step: each keeps the state of its own pieces
+            of the weights, computes their new values and sends them to the others. All must call step and
+            state_dict together.
+        gradients: with process_group, what the gradients are: local (of each process's own batch; the step averages
+            them) or averaged (already, as by DistributedDataParallel).
     """
 
     def __init__(
@@ -210,12 +226,17 @@ class GroupMuon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.0,
         partial: bool = False,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
+        gradients: str = "local",
         **model_options: Any,
     ) -> None:
         given = locals()
         options = [p.name for p in inspect.signature(GroupMuon).parameters.values()][1:-1]
         defaults = {key: given[key] for key in options if not key.startswith("adamw_")}
-        del defaults["partial"]
+        for key in ("partial", "process_group", "gradients"):
+            del defaults[key]
+        self._sharing: Sharing | None = None
+        self._own_state: MutableMapping[Tensor, Any] = defaultdict(dict)
         defaults |= {"betas": adamw_betas, "algorithm": "muon"}
         # Options that an AdamW group has under the same names, with other defaults.
         self.adamw_defaults = {
@@ -229,14 +250,76 @@ class GroupMuon(torch.optim.Optimizer):
             groups = cast(ParamsT, list(groups))
             _check_whole_model(groups, partial)
         super().__init__(groups, defaults)
+        if process_group is not None:
+            self._share(process_group, gradients)
+
+    def _share(self, process_group: "torch.distributed.ProcessGroup", gradients: str) -> None:
+        """Plans who owns what, and divides the states."""
+        weights, names = [], []
+        for number, (group, own_names) in enumerate(self._named_groups()):
+            weights += group["params"]
+            names += [f"{number} {name}" for name in own_names]
+        options = [
+            as_text(shared(group)) if group["algorithm"] == "muon" else "adamw"
+            for group in self.param_groups
+        ]
+        self._sharing = Sharing(
+            process_group,
+            gradients,
+            weights,
+            names,
+            self._shared_layouts(),
+            " | ".join([gradients, *options]),
+        )
+        self._divide_states()
+
+    def _shared_layouts(self) -> list[str]:
+        """The layout of each weight, as the plan of shares needs it."""
+        return [
+            group["layout"] if group["algorithm"] == "muon" else "adamw"
+            for group in self.param_groups
+            for _ in group["params"]
+        ]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to others so far; 0 if no processes share the steps."""
+        return 0 if self._sharing is None else self._sharing.bytes_sent
+
+    def _divide_states(self) -> None:
+        """Keeps the own pieces of the states, if steps are shared."""
+        if self._sharing is None:
+            return
+        if self._sharing.layouts != self._shared_layouts():  # other groups may need other pieces
+            self._share(self._sharing.group, self._sharing.gradients)
+        else:
+            self._own_state = defaultdict(dict, self._sharing.take(self.state))
+            self.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """If processes share the steps, all of them must call this together; each gets the whole state."""
+        if self._sharing is None:
+            return super().state_dict()
+        self.state.update(self._sharing.gather(self._own_state))
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._sharing is not None:
+            raise TypeError(
+                "group_muon: an optimizer whose steps processes share cannot be copied or pickled; use state_dict"
+            )
         return super().__getstate__() | {"adamw_defaults": self.adamw_defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called when unpickling, and by load_state_dict after its hooks."""
         if "param_groups" in self.__dict__:
             self._check_loaded(state["param_groups"])
+        else:
+            self._sharing = None
+            self._own_state = defaultdict(dict)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; it would go into the groups
         for group in self.param_groups:
@@ -245,6 +328,7 @@ class GroupMuon(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if group["algorithm"] == "adamw":
                 adamw.place_steps(group, self.state)
+        self._divide_states()
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         if not all("layout" in group for group in groups):
@@ -304,8 +388,11 @@ class GroupMuon(torch.optim.Optimizer):
                 f"group_muon: no parameter group has a segment '{segment}' to group; segments: "
                 + (", ".join(known) or "none")
             )
+        if self._sharing is not None:
+            self.state.update(self._sharing.gather(self._own_state))
         for group, layout in changes:
             group["layout"] = layout
+        self._divide_states()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -329,32 +416,87 @@ class GroupMuon(torch.optim.Optimizer):
         # Check everything before writing anything.
         for group, names in self._named_groups():
             self._check(group, names)
-        for group, _ in self._named_groups("adamw"):
-            adamw.step(group, self.state)
-        for options, weights in self._batches().items():
+        if self._sharing is not None:
+            if self._sharing.layouts != self._shared_layouts():
+                raise ValueError(
+                    "group_muon: the layout of a group was edited, but the processes have shared the weights by the "
+                    "old one; use set_grouping"
+                )
+            self._sharing.step(self._step_pieces)
+            return
+        self._step_units(self._units(), self.state)
+
+    def _units(self) -> list[tuple[dict[str, Any], list[_Unit]]]:
+        """The weights with gradients, by group."""
+        return [
+            (
+                group,
+                [
+                    _Unit(parameter, name, partition)
+                    for parameter, name, partition in zip(
+                        group["params"], names, group["partitions"] or names, strict=True
+                    )
+                    if parameter.grad is not None
+                ],
+            )
+            for group, names in self._named_groups()
+        ]
+
+    def _step_pieces(self, pieces: list[int]) -> None:
+        """Steps pieces that this process owns."""
+        sharing = cast(Sharing, self._sharing)
+        places = {
+            id(parameter): (number, name, partition)
+            for number, (group, names) in enumerate(self._named_groups())
+            for parameter, name, partition in zip(
+                group["params"], names, group["partitions"] or names, strict=True
+            )
+        }
+        units: list[tuple[dict[str, Any], list[_Unit]]] = [
+            (group, []) for group in self.param_groups
+        ]
+        for piece in pieces:
+            number, name, partition = places[id(sharing.weight_of(piece))]
+            heads = sharing.owned_heads_of(piece)
+            units[number][1].append(_Unit(sharing.pieces[piece], name, partition, heads))
+        self._step_units(units, self._own_state)
+
+    def _step_units(
+        self,
+        units: Iterable[tuple[dict[str, Any], list[_Unit]]],
+        states: MutableMapping[Tensor, Any],
+    ) -> None:
+        units = list(units)
+        batches = self._batches(units, states)
+        for group, some in units:
+            if group["algorithm"] == "adamw":
+                adamw.step({**group, "params": [unit.tensor for unit in some]}, states)
+        for options, weights in batches.items():
             if weights:
                 _ops.step_(*map(list, zip(*weights, strict=True)), options)
             for parameter, *_ in weights:
-                self.state[parameter]["step"] += 1
+                states[parameter]["step"] += 1
 
-    def _batches(self) -> dict[str, list[_Weight]]:
-        """Muon's weights with gradients by their step options. Those with equal options are stepped together, which
-        batches their blocks."""
+    def _batches(
+        self,
+        units: Iterable[tuple[dict[str, Any], list[_Unit]]],
+        states: MutableMapping[Tensor, Any],
+    ) -> dict[str, list[_Weight]]:
+        """Muon's weights by their step options. Those with equal options are stepped together, which batches their
+        blocks."""
         batches: dict[str, list[_Weight]] = {}
-        for group, names in self._named_groups("muon"):
-            self._settle_precision(group)
+        for group, some in units:
+            if group["algorithm"] != "muon":
+                continue
+            self._settle_precision(group, [unit.tensor for unit in some])
             weights = batches.setdefault(as_text(shared(group)), [])
             lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-            for parameter, name, partition in zip(
-                group["params"], names, group["partitions"] or names, strict=True
-            ):
-                if parameter.grad is None:
-                    continue
-                grad = -parameter.grad if group["maximize"] else parameter.grad
-                state = self._state_of(parameter)
+            for parameter, name, partition, heads in some:
+                grad = cast(Tensor, parameter.grad)
+                state = self._state_of(parameter, states)
                 weights.append(
-                    (parameter, grad, state["momentum_buffer"], group["layout"], name, partition,
-                     state["step"], lr, weight_decay)
+                    (parameter, -grad if group["maximize"] else grad, state["momentum_buffer"], group["layout"], name,
+                     partition, state["step"], lr, weight_decay, heads)
                 )  # fmt: skip
         return batches
 
@@ -373,7 +515,8 @@ class GroupMuon(torch.optim.Optimizer):
             for parameter, name in zip(group["params"], names, strict=True)
         ]
         for parameter, loaded in takeover.momentum_of(muon, ours):
-            self._state_of(parameter)["momentum_buffer"].copy_(loaded)
+            self._state_of(parameter, self.state)["momentum_buffer"].copy_(loaded)
+        self._divide_states()
 
     def _named_groups(self, algorithm: str = "") -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each group of an algorithm ("": of both) with the names of its parameters: given, else their indices in
@@ -385,8 +528,9 @@ class GroupMuon(torch.optim.Optimizer):
                 yield group, group.get("param_names") or [str(first + i) for i in range(count)]
             first += count
 
-    def _state_of(self, parameter: Tensor) -> _State:
-        state = self.state[parameter]
+    @staticmethod
+    def _state_of(parameter: Tensor, states: MutableMapping[Tensor, Any]) -> _State:
+        state = states[parameter]
         if not state:
             state["step"] = 0
             state["momentum_buffer"] = torch.zeros_like(
@@ -394,12 +538,13 @@ class GroupMuon(torch.optim.Optimizer):
             )
         return state
 
-    def _settle_precision(self, group: dict[str, Any]) -> None:
+    @staticmethod
+    def _settle_precision(group: dict[str, Any], weights: Iterable[Tensor]) -> None:
         """Replaces precision "auto" by the choice for these weights."""
         if group["precision"] != "auto":
             return
-        for parameter in group["params"]:
-            if parameter.grad is not None and not parameter.is_meta:
+        for parameter in weights:
+            if not parameter.is_meta:
                 group["precision"], *_ = _ops.resolved(
                     group["method"], "auto", group["engine"], parameter.device
                 )

@@ -1,0 +1,302 @@
+"""Steps that processes share: real processes, real collectives over loopback, weights compared bit by bit."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import group_muon
+
+HEADS, HEAD_DIM, WIDTH = 12, 8, 48
+GROUPINGS = [
+    "all", "1", "3", "4:interval", "3:random", "2:random:3", "2:0-5-1-4-2-3-6-7-8-11-10-9", "2,6:random@4"
+]  # fmt: skip
+
+
+def layouts(grouping: str) -> dict[str, str]:
+    """A weight of each kind of layout."""
+    return {
+        "packed": group_muon.packed_qkv(HEADS, HEAD_DIM, q=grouping, k=grouping, v="all"),
+        "interleaved": group_muon.interleaved_qkv(HEADS, HEAD_DIM, q=grouping, k="3", v=grouping),
+        "separate": group_muon.separate(HEADS, HEAD_DIM, grouping),
+        "projection": group_muon.output_projection(HEADS, HEAD_DIM, grouping),
+        "conv1d": group_muon.transposed(group_muon.separate(HEADS, HEAD_DIM, grouping)),
+        "experts": group_muon.stacked(group_muon.separate(HEADS, HEAD_DIM, grouping)),
+        "plain": group_muon.plain(),
+    }
+
+
+def shape_of(kind: str) -> list[int]:
+    rows = HEADS * HEAD_DIM
+    return {
+        "packed": [3 * rows, WIDTH], "interleaved": [3 * rows, WIDTH], "separate": [rows, WIDTH],
+        "projection": [WIDTH, rows], "conv1d": [WIDTH, rows], "experts": [5, rows, WIDTH], "plain": [40, 56],
+    }[kind]  # fmt: skip
+
+
+def weights_of(grouping: str) -> list[dict[str, Any]]:
+    """Groups with the same start on every process: a weight of each layout, and AdamW's."""
+    torch.manual_seed(1)
+    groups: list[dict[str, Any]] = []
+    for kind, layout in layouts(grouping).items():
+        weight = nn.Parameter(torch.randn(shape_of(kind)))
+        groups.append(
+            {"params": [(kind, weight)], "layout": layout, "lr": 0.02, "weight_decay": 0.1}
+        )
+    others = [
+        ("embedding", nn.Parameter(torch.randn(71, 13))),
+        ("gain", nn.Parameter(torch.ones(5))),
+    ]
+    groups.append({"params": others, "algorithm": "adamw", "lr": 0.01, "weight_decay": 0.01})
+    return groups
+
+
+def parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [parameter for group in groups for _, parameter in group["params"]]
+
+
+def gradient(parameter: Tensor, index: int, step: int, rank: int) -> Tensor | None:
+    """What a process's own batch gives: some weights have none at some steps, or on one process only."""
+    if index == 1 and step % 3 == 1:
+        return None
+    if index == 2 and step % 2 == 1 and rank > 0:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
+    return torch.randn(parameter.shape, generator=generator)
+
+
+def mean_gradient(parameter: Tensor, index: int, step: int, processes: int) -> Tensor | None:
+    """The mean over processes, summed in the order of their ranks."""
+    all_ = [gradient(parameter, index, step, rank) for rank in range(processes)]
+    if all(own is None for own in all_):
+        return None
+    sum_ = torch.zeros_like(parameter) if all_[0] is None else all_[0]
+    for own in all_[1:]:
+        if own is not None:
+            sum_ = sum_ + own
+    return sum_ / processes
+
+
+def alone(grouping: str, processes: int, steps: int, **options: Any) -> list[Tensor]:
+    """One process that is given the mean gradients."""
+    groups = weights_of(grouping)
+    optimizer = group_muon.GroupMuon(groups, **options)
+    weights = parameters(groups)
+    for step in range(steps):
+        for index, weight in enumerate(weights):
+            weight.grad = mean_gradient(weight, index, step, processes)
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def _child(
+    rank: int, processes: int, folder: str, work: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        work(rank, processes, folder, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(processes: int, folder: Path, work: Callable[..., None], *args: Any) -> None:
+    """Runs work(rank, processes, folder, *args) in processes of their own."""
+    mp.spawn(_child, (processes, str(folder), work, args), nprocs=processes)
+
+
+def _steps(rank: int, processes: int, folder: str, gradients: str, steps: int) -> None:
+    for number, grouping in enumerate(GROUPINGS):
+        groups = weights_of(grouping)
+        weights = parameters(groups)
+        optimizer = group_muon.GroupMuon(
+            groups, process_group=dist.group.WORLD, gradients=gradients
+        )
+        for step in range(steps):
+            for index, weight in enumerate(weights):
+                weight.grad = (
+                    gradient(weight, index, step, rank)
+                    if gradients == "local"
+                    else mean_gradient(weight, index, step, processes)
+                )
+            optimizer.step()
+        torch.save([weight.detach() for weight in weights], f"{folder}/{rank}-{number}.pt")
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("gradients", ["local", "averaged"])
+def test_weights_are_those_of_one_process(tmp_path: Path, processes: int, gradients: str) -> None:
+    run(processes, tmp_path, _steps, gradients, 20)
+    for number, grouping in enumerate(GROUPINGS):
+        expected = alone(grouping, processes, 20)
+        for rank in range(processes):
+            weights = torch.load(tmp_path / f"{rank}-{number}.pt")
+            for ours, theirs in zip(weights, expected, strict=True):
+                assert torch.equal(ours, theirs), grouping
+
+
+def _bytes(rank: int, processes: int, folder: str, gradients: str) -> None:
+    groups = weights_of("3:random")
+    weights = parameters(groups)
+    optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD, gradients=gradients)
+    sent = []
+    for step in (0, 2, 4):  # steps at which every weight has a gradient
+        for index, weight in enumerate(weights):
+            weight.grad = mean_gradient(weight, index, step, processes)
+        before = optimizer.bytes_sent
+        optimizer.step()
+        sent.append(optimizer.bytes_sent - before)
+    torch.save(torch.tensor(sent), f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize(("gradients", "passes"), [("local", 2), ("averaged", 1)])
+def test_a_step_sends_no_more_than_an_all_reduce(
+    tmp_path: Path, gradients: str, passes: int
+) -> None:
+    elements = sum(weight.numel() for weight in parameters(weights_of("3:random")))
+    for processes in (2, 4):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        run(processes, folder, _bytes, gradients)
+        sent = torch.stack([torch.load(folder / f"{rank}.pt") for rank in range(processes)])
+        # An all-reduce sends 2(N-1)/N elements for each; here half of it is for gradients, half for new values.
+        allowed = passes * (processes - 1) / processes * elements * 4
+        assert 0.9 * allowed < sent.double().mean() <= 1.02 * allowed, (sent, allowed)
+        assert sent.max() <= 1.15 * allowed, (sent, allowed)
+
+
+def _saved(rank: int, processes: int, folder: str, first: int, last: int, file: str) -> None:
+    groups = weights_of("2:random:3")
+    weights = parameters(groups)
+    optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD, gradients="averaged")
+    if first > 0:
+        saved = torch.load(file)
+        optimizer.load_state_dict(saved["optimizer"])
+        for weight, value in zip(weights, saved["weights"], strict=True):
+            weight.data.copy_(value)
+    for step in range(first, last):
+        for index, weight in enumerate(weights):
+            weight.grad = mean_gradient(weight, index, step, 4)
+        optimizer.step()
+    state = optimizer.state_dict()
+    if rank == 0:
+        torch.save({"optimizer": state, "weights": [weight.detach() for weight in weights]}, file)
+
+
+def test_a_state_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    file = str(tmp_path / "saved.pt")
+    for i, (processes, first, last) in enumerate([(4, 0, 6), (2, 6, 9), (1, 9, 12), (3, 12, 15)]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        run(processes, folder, _saved, first, last, file)
+    saved = torch.load(file)
+    for ours, theirs in zip(saved["weights"], alone("2:random:3", 4, 15), strict=True):
+        assert torch.equal(ours, theirs)
+    # The state is that of one process, too.
+    groups = weights_of("2:random:3")
+    weights = parameters(groups)
+    optimizer = group_muon.GroupMuon(groups)
+    optimizer.load_state_dict(saved["optimizer"])
+    for index, weight in enumerate(weights):
+        weight.data.copy_(saved["weights"][index])
+        weight.grad = mean_gradient(weight, index, 15, 4)
+    optimizer.step()
+    for ours, theirs in zip(weights, alone("2:random:3", 4, 16), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _one_differs(rank: int, processes: int, folder: str, what: str) -> None:
+    groups = weights_of("3:random")
+    options: dict[str, Any] = {}
+    if rank == 1 and what == "seed":
+        options["seed"] = 5
+    if rank == 1 and what == "layout":
+        groups[0]["layout"] = layouts("3")["packed"]
+    if rank == 1 and what == "weights":
+        del groups[2]
+    with pytest.raises(ValueError, match="process 1 of 3") as error:
+        group_muon.GroupMuon(groups, process_group=dist.group.WORLD, **options)
+    expected = {"seed": "options", "layout": "packed", "weights": "8 weights, but others have 9"}
+    assert expected[what] in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["seed", "layout", "weights"])
+def test_a_process_that_differs_is_named_on_all(tmp_path: Path, what: str) -> None:
+    run(3, tmp_path, _one_differs, what)
+
+
+def _other_grouping(rank: int, processes: int, folder: str) -> None:
+    ours, theirs = weights_of("3"), weights_of("3")
+    optimizer = group_muon.GroupMuon(ours, process_group=dist.group.WORLD, gradients="averaged")
+    reference = group_muon.GroupMuon(theirs)
+    for step in range(6):
+        if step == 3:  # random groups need other pieces
+            optimizer.set_grouping("6:random", "q")
+            reference.set_grouping("6:random", "q")
+        for groups in (ours, theirs):
+            for index, weight in enumerate(parameters(groups)):
+                weight.grad = mean_gradient(weight, index, step, processes)
+        optimizer.step()
+        reference.step()
+    for one, other in zip(parameters(ours), parameters(theirs), strict=True):
+        assert torch.equal(one, other)
+    optimizer.param_groups[0]["layout"] = layouts("4")["packed"]
+    with pytest.raises(ValueError, match="use set_grouping"):
+        optimizer.step()
+
+
+def test_a_new_grouping_changes_the_pieces(tmp_path: Path) -> None:
+    run(3, tmp_path, _other_grouping)
+
+
+def _few_blocks(rank: int, processes: int, folder: str) -> None:
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = group_muon.GroupMuon([weight], process_group=dist.group.WORLD)
+    weight.grad = torch.arange(24.0).view(6, 4) * (rank + 1)
+    optimizer.step()
+    torch.save(weight.detach(), f"{folder}/{rank}.pt")
+
+
+def test_more_processes_than_blocks(tmp_path: Path) -> None:
+    run(4, tmp_path, _few_blocks)
+    weight = nn.Parameter(torch.ones(6, 4))
+    weight.grad = torch.arange(24.0).view(6, 4) * 2.5
+    group_muon.GroupMuon([weight]).step()
+    for rank in range(4):
+        assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), weight)
+
+
+def _ddp(rank: int, processes: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 6)))
+    optimizer = group_muon.GroupMuon(model, process_group=dist.group.WORLD, gradients="averaged")
+    alone_ = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 6))
+    alone_.load_state_dict(model.module.state_dict())
+    reference = group_muon.GroupMuon(alone_)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(7, 12, generator=generator)).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), alone_.parameters(), strict=True):
+            theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), alone_.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_under_ddp(tmp_path: Path) -> None:
+    run(2, tmp_path, _ddp)

@@ -44,9 +44,18 @@ class Checker : public nlohmann::json_sax<nlohmann::json> {
 }  // namespace
 
 std::optional<nlohmann::json> parse_json(std::string_view text) {
+  // The library takes a zero byte for the end of the text, and would ignore the rest.
+  if (text.find('\0') != std::string_view::npos) return std::nullopt;
   Checker checker;
   if (!nlohmann::json::sax_parse(text, &checker)) return std::nullopt;
   return nlohmann::json::parse(text);
+}
+
+std::optional<int64_t> whole_number(const nlohmann::json& value, int64_t least, int64_t most) {
+  if (!value.is_number_integer()) return std::nullopt;
+  if (value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX) return std::nullopt;
+  const auto number = value.get<int64_t>();
+  return number >= least && number <= most ? std::optional(number) : std::nullopt;
 }
 
 }  // namespace gpt

@@ -57,18 +57,20 @@ Json parse(const std::string& text, const std::string& path) {
   return std::move(*json);
 }
 
+int64_t checked(std::optional<int64_t> number) {
+  if (!number) throw std::out_of_range("a number");
+  return *number;
+}
+
 Manifest from_json(const Json& json) {
   Manifest manifest;
-  json.at("vocabulary").at("entries").get_to(manifest.vocabulary);
+  manifest.vocabulary = checked(whole_number(json.at("vocabulary").at("entries")));
   manifest.vocabulary_crc = from_text(json.at("vocabulary").at("crc32c")).at(0);
   for (const auto& entry : json.at("shards")) {
-    manifest.shards.push_back(
-        {entry.at("name"), entry.at("tokens"), from_text(entry.at("crc32c"))});
-    const auto& [name, tokens, crcs] = manifest.shards.back();
-    if (tokens < 0 || tokens > INT32_MAX ||
-        static_cast<int64_t>(crcs.size()) != (tokens + kBlockTokens - 1) / kBlockTokens) {
-      throw std::out_of_range(name);
-    }
+    const int64_t tokens = checked(whole_number(entry.at("tokens"), 0, INT32_MAX));
+    manifest.shards.push_back({entry.at("name"), tokens, from_text(entry.at("crc32c"))});
+    const auto blocks = static_cast<int64_t>(manifest.shards.back().crcs.size());
+    if (blocks != (tokens + kBlockTokens - 1) / kBlockTokens) throw std::out_of_range("a shard");
   }
   manifest.made_from = json.at("made_from").dump();
   return manifest;

@@ -99,6 +99,7 @@ int64_t parse_size(std::string_view digits, std::string_view whole) {
 }
 
 void check_heads(int64_t count, std::string_view whole) {
+  TORCH_CHECK_VALUE(count > 0, "group_muon: layout '", whole, "' has a segment without heads");
   TORCH_CHECK_VALUE(
       count <= kMostHeads, "group_muon: layout '", whole, "' has ", count, " heads; at most ",
       kMostHeads, " are allowed");

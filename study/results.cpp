@@ -130,7 +130,7 @@ std::vector<DiagnosticSeries> read_diagnostics(const std::string& path) {
   std::map<SeriesKey, std::map<int64_t, Sums>> sums;
   std::map<SeriesKey, double> larger;
   for (const auto& line : lines) {
-    const SeriesKey key = {line["of"], line["grouping"]};
+    const SeriesKey key = {line.at("of"), line.at("grouping")};
     const auto own = whole.find(matrix_of(line));
     TORCH_CHECK_VALUE(own != whole.end(), "there are no lines for the whole matrices");
     if (sums.count(key) == 0) order.push_back(key);

@@ -113,6 +113,29 @@ TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
   EXPECT_ERROR_SAYS(to_toml(config), "not UTF-8");
 }
 
+TEST(ConfigTest, LettersOutsideOfStringsAreRefusedBeforeTheLibrarySeesThem) {
+  const TemporaryFolder folder;
+  const auto read = [&](const std::string& text) {
+    std::ofstream(folder / "config.toml") << text;
+    return configure(read_options(folder / "config.toml"));
+  };
+  for (const char* text :
+       {"\n\nü = 1", "# ü\n\nü", "\n\n[ü]", "[run]\nout = '''\n''' ü", "[run]\n\nout = 'a'ü",
+        "\n\na.'ü' = 1", "[run]\n\nout = \"\"\"a \\ ü\"\"\"", "[run]\nout = \"\"\"a\\\n ü\"\"\""}) {
+    const std::string message = error_of([&] { read(text); });
+    EXPECT_NE(message.find("config.toml': a character that is not ASCII"), std::string::npos)
+        << text << message;
+    EXPECT_NE(message.find("(line 3)"), std::string::npos) << text << message;
+  }
+  for (const char* text :
+       {"[run] # ü\nout = \"ü\"", "[run]\nout = 'ü' # ü", "[run]\nout = \"\"\"ü\"\"\"",
+        "\xef\xbb\xbf[run]\nout = '''ü'''"}) {
+    EXPECT_EQ(read(text).out, "ü") << text;
+  }
+  EXPECT_EQ(read("[run]\nout = \"\"\"ü\"\"\"\"\" # ü").out, "ü\"\"");
+  EXPECT_ERROR_SAYS(read("[;]"), "config.toml': ");
+}
+
 TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
   const Config config = configure(read_options(GROUP_MUON_SOURCE "/configs/gpt2-record4.toml"));
   check(config);

@@ -152,6 +152,7 @@ TEST(LayoutErrors, NameTheParameterTheValueAndWhatWouldBeValid) {
 }
 
 TEST(LayoutErrors, ATextCannotAskForMoreThanAnyModelHas) {
+  EXPECT_ERROR_SAYS(parse_layout("rows q=0x1@0+1/1"), "has a segment without heads");
   EXPECT_ERROR_SAYS(
       parse_layout("rows q=9223372036854775807x1@0+1/1"),
       "has 9223372036854775807 heads; at most 1048576 are allowed");

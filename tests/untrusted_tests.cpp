@@ -39,7 +39,19 @@ TEST(UntrustedJsonTest, OnlyWholeTextsWithNamesGivenOnceAreTaken) {
         "{\"b\":{\"a\":1,\"c\":0,\"a\":1}}", "\"\xff\"", "{\"a\":NaN}", "\\"}) {
     EXPECT_FALSE(parse_json(text)) << text;
   }
+  EXPECT_FALSE(parse_json(std::string_view("{}\0", 3))) << "zeros, as after a power failure";
   EXPECT_TRUE(parse_json("{\"a\":{\"a\":1},\"b\":[{\"a\":1},{\"a\":2}]}"));
+}
+
+TEST(UntrustedJsonTest, WholeNumbersAreNeitherRoundedNorCutOff) {
+  for (const char* text :
+       {"1.0", "1.5", "1e3", "1e300", "-1", "9223372036854775808", "92233720368547758079", "\"1\"",
+        "true", "null", "[1]"}) {
+    EXPECT_FALSE(whole_number(*parse_json(text))) << text;
+  }
+  EXPECT_EQ(whole_number(*parse_json("9223372036854775807")), INT64_MAX);
+  EXPECT_EQ(whole_number(*parse_json("-3"), -3), -3);
+  EXPECT_FALSE(whole_number(*parse_json("8"), 0, 7));
 }
 
 TEST(UntrustedJsonTest, FilesAreNamedInErrors) {

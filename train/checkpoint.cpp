@@ -146,10 +146,17 @@ uint32_t own_checksum(Json state) {
   return crc32c(0, text.data(), text.size());
 }
 
+// A whole number of state.json.
+int64_t number_in(const Json& json, const char* name, int64_t most = INT64_MAX) {
+  const auto number = whole_number(json.at(name), 0, most);
+  TORCH_CHECK_VALUE(number, "state.json says ", name, " ", json.at(name).dump());
+  return *number;
+}
+
 // state.json of a checkpoint. That of version 1 has no checksum of its own.
 Json read_state_file(const std::string& checkpoint) {
   const auto json = read_json(checkpoint + kStateFile);
-  const auto version = json.value("version", 0);
+  const int64_t version = json.contains("version") ? number_in(json, "version") : 0;
   TORCH_CHECK_VALUE(
       version <= kVersion, "'", checkpoint, "' was written by a newer version of group-muon");
   TORCH_CHECK_VALUE(
@@ -165,8 +172,9 @@ std::string damage_of_file(const std::string& checkpoint, const Json& state, con
   const auto facts = state.at("files").value(file, Json());
   if (!facts.is_object()) return "state.json has no checksum of " + file;
   if (!fs::exists(path)) return file + " is missing";
-  if (fs::file_size(path) != facts.at("bytes").get<uint64_t>()) return file + " has the wrong size";
-  if (crc32c_of_file(path) != facts.at("crc32c").get<uint32_t>()) {
+  if (fs::file_size(path) != static_cast<uint64_t>(number_in(facts, "bytes")))
+    return file + " has the wrong size";
+  if (crc32c_of_file(path) != number_in(facts, "crc32c", UINT32_MAX)) {
     return file + " has the wrong checksum";
   }
   const auto metadata = load_metadata(path);
@@ -375,18 +383,17 @@ std::string damage(const std::string& checkpoint, bool weights_only) {
 TrainerState read_state(const std::string& checkpoint) {
   const auto json = read_state_file(checkpoint);
   TrainerState state;
-  json.at("step").get_to(state.step);
+  state.step = number_in(json, "step");
   json.at("seconds").get_to(state.seconds);
   if (!json.at("validation_loss").is_null()) {
     state.validation_loss = json.at("validation_loss").get<double>();
   }
-  json.at("training_tokens").get_to(state.training_tokens);
-  json.at("data_crc32c").get_to(state.data_crc);
+  state.training_tokens = number_in(json, "training_tokens");
+  state.data_crc = static_cast<uint32_t>(number_in(json, "data_crc32c", UINT32_MAX));
   const auto config = json.value("config", Json::object());
   for (const auto& [key, value] : config.items()) {
     state.config.emplace_back(key, value.get<std::string>());
   }
-  TORCH_CHECK_VALUE(state.step >= 0, "state.json says step ", state.step);
   return state;
 }
 

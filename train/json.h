@@ -8,6 +8,7 @@
 namespace train {
 
 using gpt::parse_json;
+using gpt::whole_number;
 
 /// The object in a file of at most 16 MB. Errors name the file.
 nlohmann::json read_json(const std::string& path);

@@ -12,28 +12,22 @@
 #include <toml++/toml.h>
 #pragma pop_macro("NDEBUG")
 
-#include <filesystem>
-#include <sstream>
 #include <string>
-
-#include "gpt/files.h"
 
 namespace train {
 
 /// A string, number or boolean as text, in the form a flag would have. Throws for anything else, naming `name`.
 std::string text_of(const toml::node& node, const std::string& name);
 
+/// The table of a file of at most 16 MB.
+toml::table parse_toml_file(const std::string& path);
+
 /// Returns use(the file's table). Errors in the file and in `use` start with the file's path.
 template <typename Use>
 auto read_toml(const std::string& path, Use&& use) {
-  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
+  const toml::table table = parse_toml_file(path);
   try {
-    constexpr size_t kLargest = size_t{16} << 20;
-    return use(toml::parse(gpt::read_whole(path, kLargest)));
-  } catch (const toml::parse_error& error) {
-    std::ostringstream where;
-    where << error.source().begin;
-    TORCH_CHECK_VALUE(false, "'", path, "': ", error.description(), " (", where.str(), ")");
+    return use(table);
   } catch (const c10::ValueError& error) {
     TORCH_CHECK_VALUE(false, "'", path, "': ", error.what_without_backtrace());
   }

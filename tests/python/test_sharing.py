@@ -1,5 +1,8 @@
 """Steps that processes share: real processes, real collectives over loopback, weights compared bit by bit."""
 
+import os
+import socket
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -300,3 +303,31 @@ def _ddp(rank: int, processes: int, folder: str) -> None:
 
 def test_under_ddp(tmp_path: Path) -> None:
     run(2, tmp_path, _ddp)
+
+
+def _weights_from_cpp(file: Path) -> dict[str, Tensor]:
+    return {name: buffer.detach() for name, buffer in torch.jit.load(file).state_dict().items()}
+
+
+@pytest.mark.skipif("SHARE_DOOR" not in os.environ, reason="the C++ program is not built here")
+@pytest.mark.parametrize("gradients", ["local", "averaged"])
+def test_from_cpp(tmp_path: Path, gradients: str) -> None:
+    door = os.environ["SHARE_DOOR"]
+    for processes in (2, 3):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        children = []
+        for rank in range(processes):
+            where = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [door, str(tmp_path / f"{rank}.pt"), "9", gradients, str(processes)]
+            environment = os.environ | {key: str(value) for key, value in where.items()}
+            children.append(subprocess.Popen(command, env=environment))
+        assert [child.wait(timeout=100) for child in children] == [0] * processes
+        alone_ = tmp_path / "alone.pt"
+        subprocess.run([door, alone_, "9", gradients, str(processes)], check=True)
+        expected = _weights_from_cpp(alone_)
+        assert len(expected) == 5
+        for rank in range(processes):
+            for name, value in _weights_from_cpp(tmp_path / f"{rank}.pt").items():
+                assert torch.equal(value, expected[name]), (rank, name)

@@ -324,8 +324,11 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
     TORCH_CHECK_VALUE(
         adamw == nullptr || !adamw->amsgrad(),
         "group_muon: amsgrad is not supported when processes share steps");
-    if (muon != nullptr) options += text_of(*muon);
     const auto& params = param_groups_[i].params();
+    if (muon != nullptr && !params.empty()) {  // later a process may own nothing of the group
+      settle_precision(*muon, params.front());
+      options += text_of(*muon);
+    }
     for (size_t j = 0; j < params.size(); ++j) {
       device = params[j].device();
       const auto index = index_of({.group = i, .in_group = j});

@@ -259,6 +259,8 @@ class GroupMuon(torch.optim.Optimizer):
         for number, (group, own_names) in enumerate(self._named_groups()):
             weights += group["params"]
             names += [f"{number} {name}" for name in own_names]
+            if group["algorithm"] == "muon":  # later a process may own nothing of the group
+                self._settle_precision(group, group["params"])
         options = [
             as_text(shared(group)) if group["algorithm"] == "muon" else "adamw"
             for group in self.param_groups

@@ -27,6 +27,7 @@ def step_arguments(count=3):
         list(range(count)),
         [0.1] * count,
         [0.01] * count,
+        [""] * count,
     )
 
 

@@ -26,7 +26,10 @@ std::vector<Tensor> weights() {
 }
 
 GroupMuonOptions options(const char* layout, const char* name) {
-  return GroupMuonOptions(0.02).layout(group_muon::parse_layout(layout)).names({name}).weight_decay(0.1);
+  return GroupMuonOptions(0.02)
+      .layout(group_muon::parse_layout(layout))
+      .names({name})
+      .weight_decay(0.1);
 }
 
 group_muon::GroupMuon optimizer_of(const std::vector<Tensor>& all) {
@@ -34,7 +37,8 @@ group_muon::GroupMuon optimizer_of(const std::vector<Tensor>& all) {
   const auto add = [&](std::vector<Tensor> some, auto own) {
     groups.emplace_back(std::move(some), std::make_unique<decltype(own)>(own));
   };
-  add({all[0]}, options("rows q=12x8@0+8/3:random k=12x8@96+8/3~1 v=12x8@192+8/2:random:3~2", "qkv"));
+  add({all[0]},
+      options("rows q=12x8@0+8/3:random k=12x8@96+8/3~1 v=12x8@192+8/2:random:3~2", "qkv"));
   add({all[1]}, options("columns o=12x8@0+8/4:interval", "out"));
   add({all[2]}, options("rows", "matrix"));
   add({all[3], all[4]}, torch::optim::AdamWOptions(0.01).weight_decay(0.01));
@@ -67,8 +71,7 @@ int main(int argc, char** argv) {
   auto optimizer = optimizer_of(all);
   if (!joined.alone()) {
     optimizer.share(
-        joined.group,
-        local ? group_muon::Gradients::kLocal : group_muon::Gradients::kAveraged);
+        joined.group, local ? group_muon::Gradients::kLocal : group_muon::Gradients::kAveraged);
   }
   for (int step = 0; step < steps; ++step) {
     for (size_t i = 0; i < all.size(); ++i) {

@@ -319,7 +319,12 @@ def test_from_cpp(tmp_path: Path, gradients: str) -> None:
             port = taken.getsockname()[1]
         children = []
         for rank in range(processes):
-            where = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            where = {
+                "RANK": rank,
+                "WORLD_SIZE": processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             command = [door, str(tmp_path / f"{rank}.pt"), "9", gradients, str(processes)]
             environment = os.environ | {key: str(value) for key, value in where.items()}
             children.append(subprocess.Popen(command, env=environment))

@@ -224,7 +224,7 @@ std::string to_string(const GroupingSchedule& schedule) {
     }
     if (rule == GroupingRule::kGiven) {
       text << ':' << join(order, "-");
-    } else if (rule != GroupingRule::kAdjacent) {
+    } else if (rule != GroupingRule::kAdjacent || shards != 1) {
       text << ':' << to_string(rule);
     }
     if (shards != 1) text << ':' << shards;

@@ -113,7 +113,7 @@ TEST(ConfigTest, TextsThatAFileCannotHoldAreRefused) {
   EXPECT_ERROR_SAYS(to_toml(config), "not UTF-8");
 }
 
-TEST(ConfigTest, LettersOutsideOfStringsAreRefusedBeforeTheLibrarySeesThem) {
+TEST(ConfigTest, LettersOutsideOfStringsAreRefusedWithTheirLine) {
   const TemporaryFolder folder;
   const auto read = [&](const std::string& text) {
     std::ofstream(folder / "config.toml") << text;
@@ -121,11 +121,10 @@ TEST(ConfigTest, LettersOutsideOfStringsAreRefusedBeforeTheLibrarySeesThem) {
   };
   for (const char* text :
        {"\n\nü = 1", "# ü\n\nü", "\n\n[ü]", "[run]\nout = '''\n''' ü", "[run]\n\nout = 'a'ü",
-        "\n\na.'ü' = 1", "[run]\n\nout = \"\"\"a \\ ü\"\"\"", "[run]\nout = \"\"\"a\\\n ü\"\"\""}) {
+        "[run]\n\nout = \"\"\"a \\ ü\"\"\""}) {
     const std::string message = error_of([&] { read(text); });
-    EXPECT_NE(message.find("config.toml': a character that is not ASCII"), std::string::npos)
-        << text << message;
-    EXPECT_NE(message.find("(line 3)"), std::string::npos) << text << message;
+    EXPECT_NE(message.find("config.toml': "), std::string::npos) << text << message;
+    EXPECT_NE(message.find("(line 3"), std::string::npos) << text << message;
   }
   for (const char* text :
        {"[run] # ü\nout = \"ü\"", "[run]\nout = 'ü' # ü", "[run]\nout = \"\"\"ü\"\"\"",
@@ -133,6 +132,8 @@ TEST(ConfigTest, LettersOutsideOfStringsAreRefusedBeforeTheLibrarySeesThem) {
     EXPECT_EQ(read(text).out, "ü") << text;
   }
   EXPECT_EQ(read("[run]\nout = \"\"\"ü\"\"\"\"\" # ü").out, "ü\"\"");
+  EXPECT_EQ(read("[run]\nout = \"\"\"ü\\\n ü\"\"\"").out, "üü");
+  EXPECT_ERROR_SAYS(read("a.'ü' = 1"), "there is no option 'ü'");
   EXPECT_ERROR_SAYS(read("[;]"), "config.toml': ");
 }
 

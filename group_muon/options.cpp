@@ -44,15 +44,8 @@ void scale_or_same(std::string_view, const std::string& word) {
 
 // Values as text.
 
-template <typename Number>
-std::string show_number(Number value) {
-  char digits[32];
-  const auto [end, error] = std::to_chars(digits, digits + sizeof digits, value);
-  return {digits, end};
-}
-
-std::string show(double value) { return show_number(value); }
-std::string show(int64_t value) { return show_number(value); }
+std::string show(double value) { return to_text(value); }
+std::string show(int64_t value) { return to_text(value); }
 std::string show(bool value) { return value ? "true" : "false"; }
 std::string show(const std::string& value) { return value; }
 std::string show(const Layout& value) { return to_string(value); }

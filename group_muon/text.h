@@ -1,5 +1,5 @@
 #pragma once
-// Parsing helpers for the short texts that describe groupings, layouts and options.
+// Helpers for the short texts that describe groupings, layouts and options.
 
 #include <c10/util/Exception.h>
 
@@ -53,6 +53,15 @@ inline std::string join(const std::vector<int64_t>& values, const char* separato
     text += std::to_string(value);
   }
   return text;
+}
+
+/// The shortest text that is read as the same number. Zero has no sign.
+template <typename Number>
+std::string to_text(Number value) {
+  char digits[32];
+  const auto [end, error] =
+      std::to_chars(digits, digits + sizeof digits, value == 0 ? Number{0} : value);
+  return {digits, end};
 }
 
 /// The candidate that ends with the name (muon-lr for lr), else the one with the smallest edit distance, or "" if none

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <sstream>
 
+#include "group_muon/text.h"
 #include "train/toml_file.h"
 
 namespace train {
@@ -169,13 +170,6 @@ bool parse_bool(const Key& key, const std::string& text) {
   return text == "true";
 }
 
-template <typename Number>
-std::string show_number(Number value) {
-  char digits[32];
-  const auto [end, error] = std::to_chars(digits, digits + sizeof digits, value);
-  return {digits, end};
-}
-
 // A TOML string.
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -252,8 +246,8 @@ const Key& find_key(std::string_view name) {
 
 std::string text_of(const toml::node& node, const std::string& name) {
   if (const auto* text = node.as_string()) return text->get();
-  if (const auto* number = node.as_integer()) return show_number(number->get());
-  if (const auto* number = node.as_floating_point()) return show_number(number->get());
+  if (const auto* number = node.as_integer()) return group_muon::to_text(number->get());
+  if (const auto* number = node.as_floating_point()) return group_muon::to_text(number->get());
   if (const auto* value = node.as_boolean()) return value->get() ? "true" : "false";
   TORCH_CHECK_VALUE(false, name, " should be a string, a number, true or false");
 }
@@ -296,7 +290,7 @@ std::string get(const Config& config, const Key& key) {
         } else if constexpr (std::is_same_v<M, bool Config::*>) {
           return config.*member ? "true" : "false";
         } else {
-          return show_number(config.*member);
+          return group_muon::to_text(config.*member);
         }
       },
       key.member);

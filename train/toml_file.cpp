@@ -13,7 +13,12 @@ constexpr size_t kLargest = size_t{16} << 20;
 }  // namespace
 
 toml::table parse_toml_file(const std::string& path) {
-  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "there is no file '", path, "'");
+  std::error_code problem;
+  const auto status = std::filesystem::status(path, problem);
+  TORCH_CHECK_VALUE(
+      !problem || status.type() == std::filesystem::file_type::not_found, "'", path,
+      "' cannot be read: ", problem.message());
+  TORCH_CHECK_VALUE(std::filesystem::is_regular_file(status), "there is no file '", path, "'");
   try {
     return toml::parse(gpt::read_whole(path, kLargest), path);
   } catch (const toml::parse_error& error) {

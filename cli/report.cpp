@@ -43,17 +43,19 @@ void run(const ReportArguments& arguments) {
   for (const auto& file : report.files) say("wrote " + file);
   if (arguments.no_figures) return;
   const std::string python = find_python(arguments.python), plot = find_plot();
-  int code = 1;
+  std::string reason;
   try {
-    code = study::run_program({python, plot, "study", out});
+    const int code = study::run_program({python, plot, "study", out});
+    if (code == 0) return;
+    if (code > study::kSignal)
+      reason = " (killed by signal " + std::to_string(code - study::kSignal) + ")";
   } catch (const std::exception& error) {
-    say(train::message_of(error));
+    reason = " (" + train::message_of(error) + ")";
   }
-  if (code != 0) {
-    say("note: the figures were not drawn; draw them with a Python that has matplotlib: " +
-        shell_word(python) + " " + shell_word(plot) + " study " + shell_word(out));
-    throw CLI::RuntimeError(1);
-  }
+  TORCH_CHECK(
+      false, "the figures were not drawn", reason,
+      "; draw them with a Python that has matplotlib: ", shell_word(python), " ", shell_word(plot),
+      " study ", shell_word(out));
 }
 
 }  // namespace

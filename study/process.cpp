@@ -52,7 +52,8 @@ int run_program(std::vector<std::string> words, std::string* output) {
   do {
     ended = waitpid(process, &status, 0);
   } while (ended < 0 && errno == EINTR);
-  return ended == process && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+  if (ended != process) return 1;
+  return WIFSIGNALED(status) ? kSignal + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
 }  // namespace study

@@ -580,4 +580,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as problem:
+        sys.exit(f"plot.py: '{problem.filename}' cannot be used: {problem.strerror}")

@@ -224,8 +224,13 @@ def test_a_study_that_has_just_begun_has_a_report(copy, study):
 
 def test_without_matplotlib_the_page_is_written_and_the_figures_are_explained(copy):
     shutil.rmtree(copy / "report")
-    done = program("report", copy, "--python", "/bin/false", check=False)
-    assert done.returncode == 1 and "plot.py study" in done.stdout
+    killed = copy / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    reasons = {"/bin/false": "not drawn;", killed: "(killed by signal 9)", "/none": "cannot start"}
+    for python, reason in reasons.items():
+        done = program("report", copy, "--python", python, check=False)
+        assert done.returncode == 1 and "plot.py study" in done.stderr and reason in done.stderr
     assert (copy / "report/report.html").exists()
 
 

@@ -6,12 +6,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <ctime>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "cli/training.h"
@@ -24,6 +27,7 @@ struct TrainArguments {
   const CLI::Option* resume = nullptr;
   train::Options flags;
   bool profile = false;
+  int64_t timeout = 600;  // seconds
 };
 
 std::string folder_by_time() {
@@ -57,28 +61,66 @@ void say_profile(const train::Outcome& outcome) {
   }
 }
 
+// The run to resume: the one that --resume names, or the one that these processes were training before torchrun
+// started them anew. "": a new run.
+std::string run_to_resume(
+    const std::string& given, const std::string& out, const train::Processes& processes) {
+  if (train::restarts() == 0 || processes.alone()) return given;
+  const std::string folder = given.empty() ? out : train::locate(given).run;
+  return train::has_run(folder) ? folder : given;
+}
+
+train::Outcome train_or_resume(
+    const TrainArguments& arguments, const train::Options& options,
+    const train::Processes& processes) {
+  train::Config config = train::configure(options);
+  std::string resumed;
+  if (processes.writes()) {
+    if (config.out.empty()) config.out = folder_by_time();
+    config.out = train::text_of_first_start(processes, config.out);
+    resumed = arguments.resume->empty() ? "" : arguments.resume->as<std::string>();
+    resumed = run_to_resume(resumed, config.out, processes);
+  }
+  resumed = train::gather(processes, resumed)[0];
+  const auto listener_for = [&](const train::Config& its) {
+    auto listener = make_listener(its.steps, its.log_interval);
+    if (processes.writes()) return listener;
+    return train::Listener{.stop_wanted = listener.stop_wanted};
+  };
+  if (!processes.alone() && processes.writes()) {
+    say(c10::str(processes.count, " processes"));
+  }
+  if (resumed.empty()) return train::train(config, listener_for(config), nullptr, processes);
+  const train::Run run = train::prepared_by_first(
+      processes, [&] { return train::open_run(resumed, options); });
+  return train::resume(run, listener_for(run.config), processes);
+}
+
 void run(const TrainArguments& arguments) {
   train::Options options;
   if (!arguments.file.empty()) options = train::read_options(arguments.file);
   options.insert(options.end(), arguments.flags.begin(), arguments.flags.end());
   catch_stop_signals();
+  const auto processes = train::join_processes(std::chrono::seconds(arguments.timeout));
   train::Outcome outcome;
-  if (arguments.resume == nullptr || arguments.resume->empty()) {
-    train::Config config = train::configure(options);
-    if (config.out.empty()) config.out = folder_by_time();
-    outcome = train::train(config, make_listener(config.steps, config.log_interval));
-  } else {
-    const train::Run run = train::open_run(arguments.resume->as<std::string>(), options);
-    outcome = train::resume(run, make_listener(run.config.steps, run.config.log_interval));
+  try {
+    outcome = train_or_resume(arguments, options, processes);
+  } catch (const std::exception& error) {
+    if (processes.alone()) throw;
+    const std::string words = train::words_of_failure(processes, error);
+    if (words.empty()) throw CLI::RuntimeError(1);  // another process says it
+    throw std::runtime_error(words);
   }
   end_live();
-  if (arguments.profile) say_profile(outcome);
-  if (outcome.stopped) {
+  if (arguments.profile && processes.writes()) say_profile(outcome);
+  if (!outcome.stopped) return;
+  if (processes.writes()) {
     say(c10::str(
         "stopped after step ", outcome.step, "; resume with: group-muon train --resume ",
         shell_word(outcome.folder)));
-    throw CLI::RuntimeError(128 + stop_signal());
   }
+  const int signal = stop_signal();
+  throw CLI::RuntimeError(128 + (signal == 0 ? SIGTERM : signal));  // 0: another process's
 }
 
 }  // namespace
@@ -101,6 +143,12 @@ void add_train(CLI::App& app) {
                           ->type_name("RUN");
   command->add_flag(
       "--profile", arguments->profile, "Show at the end where the time of a step went");
+  command
+      ->add_option(
+          "--timeout", arguments->timeout,
+          "Seconds that processes which train together wait for each other")
+      ->check(whole_number(1, 86400))
+      ->capture_default_str();
   const train::Config defaults;
   for (const auto& key : train::config_keys()) {
     const std::string name = key.name, value = train::get(defaults, key);

@@ -37,6 +37,18 @@ int64_t odd_one(const Tensor& values) {
   return -1;
 }
 
+// The sum of all rows, in fp32 or better: the first half of them, plus the others.
+Tensor sum_of_rows(const Tensor& rows) {
+  const int64_t count = rows.size(0), half = (count + 1) / 2;
+  if (count == 1) {
+    const auto dtype = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    return rows[0].to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  }
+  const Tensor others = rows.narrow(0, half, count - half);
+  return sum_of_rows(rows.narrow(0, 0, half))
+      .add_(others.size(0) == 1 ? others[0] : sum_of_rows(others));
+}
+
 }  // namespace
 
 Exchange::Exchange(
@@ -258,19 +270,25 @@ std::vector<size_t> Exchange::Step::own_pieces(int64_t round) const {
   return exchange_.pieces_of(round, exchange_.rank(), active_);
 }
 
+std::vector<Tensor> Exchange::Step::sum_grads(int64_t round) {
+  return reduced_grads(round, /*mean=*/false);
+}
+
 std::vector<Tensor> Exchange::Step::mean_grads(int64_t round) {
+  return reduced_grads(round, /*mean=*/true);
+}
+
+std::vector<Tensor> Exchange::Step::reduced_grads(int64_t round, bool mean) {
   const auto transfer = std::move(grads_.at(round));
   exchange_.wait(transfer, "gradients");
-  const Tensor all = transfer.received.view({exchange_.processes(), -1});
-  const auto dtype = all.scalar_type();
-  Tensor sum = all[0].to(dtype == at::kDouble ? at::kDouble : at::kFloat, false, /*copy=*/true);
-  for (int i = 1; i < exchange_.processes(); ++i) sum.add_(all[i]);
-  const Tensor mean = sum.div_(exchange_.processes()).to(dtype);
+  Tensor sum = sum_of_rows(transfer.received.view({exchange_.processes(), -1}));
+  if (mean) sum.div_(exchange_.processes());
+  const Tensor reduced = sum.to(transfer.received.scalar_type());
   std::vector<Tensor> grads;
   int64_t first = 0;
   for (const auto i : own_pieces(round)) {
     const auto& piece = exchange_.pieces_[i];
-    grads.push_back(mean.narrow(0, first, piece.elements)
+    grads.push_back(reduced.narrow(0, first, piece.elements)
                         .view(piece_sizes(exchange_.weights_[piece.weight], piece)));
     first += piece.elements;
   }

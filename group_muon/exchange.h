@@ -63,8 +63,10 @@ class Exchange {
     int64_t rounds() const { return static_cast<int64_t>(exchange_.rounds_.size()); }
     /// This process's pieces in a round, as indices into pieces().
     std::vector<size_t> own_pieces(int64_t round) const;
-    /// Waits for their gradients: means over all processes, summed in the order of their ranks. Shaped as take_piece()
-    /// returns them.
+    /// Waits for their gradients: sums over all processes, or means. They are added in pairs of neighbours, those in pairs
+    /// and so on, so that each half of an even number of processes is summed by itself. Shaped as take_piece() returns
+    /// them.
+    std::vector<at::Tensor> sum_grads(int64_t round);
     std::vector<at::Tensor> mean_grads(int64_t round);
     /// Starts to send their new values to all.
     void send_values(int64_t round, const std::vector<at::Tensor>& values);
@@ -72,6 +74,8 @@ class Exchange {
     void receive_values();
 
    private:
+    std::vector<at::Tensor> reduced_grads(int64_t round, bool mean);
+
     Exchange& exchange_;
     std::vector<at::Tensor> params_;
     std::vector<bool> active_;

@@ -316,7 +316,7 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
   const torch::NoGradGuard no_grad;
   std::vector<SharedWeight> weights;
   std::vector<std::pair<size_t, size_t>> places;
-  std::string options = gradients == Gradients::kLocal ? "local" : "averaged";
+  std::string options = c10::str("gradients=", static_cast<int>(gradients));
   c10::Device device = c10::kCPU;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     auto* muon = muon_options(param_groups_[i]);
@@ -359,19 +359,76 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
   set_states(states);
 }
 
-void GroupMuon::step_shared() {
-  auto& [exchange, gradients, places, values] = *sharing_;
-  std::vector<torch::Tensor> params, grads;
+void GroupMuon::begin_shared_step() {
+  auto& [exchange, gradients, places, values, step, grads] = *sharing_;
+  std::vector<torch::Tensor> params, local;
   for (const auto& [group, in_group] : places) {
     params.push_back(param_groups_[group].params()[in_group]);
-    grads.push_back(params.back().grad());
+    local.push_back(params.back().grad());
   }
-  const bool local = gradients == Gradients::kLocal;
-  const auto active = exchange.with_gradient(grads, /*on_all=*/!local);
-  Exchange::Step step(exchange, params, active, local ? grads : std::vector<torch::Tensor>{});
-  for (int64_t round = 0; round < step.rounds(); ++round) {
-    const auto own = step.own_pieces(round);
-    auto own_grads = local ? step.mean_grads(round) : std::vector<torch::Tensor>{};
+  const bool averaged = gradients == Gradients::kAveraged;
+  const auto active = exchange.with_gradient(local, /*on_all=*/averaged);
+  if (averaged) local.clear();
+  step = std::make_unique<Exchange::Step>(exchange, params, active, local);
+  grads.assign(step->rounds(), std::nullopt);
+}
+
+// The gradients of the own pieces in a round. They come from other processes once.
+const std::vector<torch::Tensor>& GroupMuon::grads_of_round(Exchange::Step& step, int64_t round) {
+  auto& found = sharing_->grads[round];
+  if (found) return *found;
+  switch (sharing_->gradients) {
+    case Gradients::kLocal: return found.emplace(step.mean_grads(round));
+    case Gradients::kParts: return found.emplace(step.sum_grads(round));
+    case Gradients::kAveraged: break;
+  }
+  found.emplace();
+  for (const auto i : step.own_pieces(round)) {
+    const auto& piece = sharing_->exchange.pieces()[i];
+    const auto [group, in_group] = sharing_->places[piece.weight];
+    const auto& grad = param_groups_[group].params()[in_group].grad();
+    found->push_back(take_piece(grad, sharing_->exchange.weights()[piece.weight], piece));
+  }
+  return *found;
+}
+
+std::vector<OwnGradient> GroupMuon::own_gradients() {
+  const torch::NoGradGuard no_grad;
+  std::vector<OwnGradient> result;
+  const auto lines = [&](size_t group) -> std::optional<Axis> {
+    const auto* muon = muon_options(param_groups_[group]);
+    return muon == nullptr ? std::nullopt : std::optional(muon->layout().axis);
+  };
+  if (!sharing_) {
+    for (const auto& unit : units_with_gradients()) {
+      result.push_back({unit.value, unit.grad, lines(unit.group)});
+    }
+    return result;
+  }
+  auto& [exchange, gradients, places, values, step, grads] = *sharing_;
+  begin_shared_step();
+  for (int64_t round = 0; round < step->rounds(); ++round) {
+    const auto own = step->own_pieces(round);
+    const auto& own_grads = grads_of_round(*step, round);
+    for (size_t i = 0; i < own.size(); ++i) {
+      const auto [group, in_group] = places[exchange.pieces()[own[i]].weight];
+      result.push_back({param_groups_[group].params()[in_group], own_grads[i], lines(group)});
+    }
+  }
+  return result;
+}
+
+void GroupMuon::step_shared() {
+  auto& [exchange, gradients, places, values, begun, grads] = *sharing_;
+  if (!begun) begin_shared_step();
+  const auto step = std::move(begun);  // also if it fails
+  const auto whole = [&](const Piece& piece) -> const torch::Tensor& {
+    const auto [group, in_group] = sharing_->places[piece.weight];
+    return param_groups_[group].params()[in_group];
+  };
+  for (int64_t round = 0; round < step->rounds(); ++round) {
+    const auto own = step->own_pieces(round);
+    const auto& own_grads = grads_of_round(*step, round);
     std::vector<Unit> units;
     std::vector<torch::Tensor> sent;
     for (size_t i = 0; i < own.size(); ++i) {
@@ -379,10 +436,8 @@ void GroupMuon::step_shared() {
       const auto& weight = exchange.weights()[piece.weight];
       const auto [group, in_group] = places[piece.weight];
       auto& value = values.at(own[i]);
-      if (!value.is_alias_of(params[piece.weight])) {
-        value.copy_(take_piece(params[piece.weight], weight, piece));
-      }
-      value.mutable_grad() = local ? own_grads[i] : take_piece(grads[piece.weight], weight, piece);
+      if (!value.is_alias_of(whole(piece))) value.copy_(take_piece(whole(piece), weight, piece));
+      value.mutable_grad() = own_grads[i];
       units.push_back({group, in_group, value, value.grad(), owned_heads(weight, piece)});
       sent.push_back(value);
     }
@@ -390,13 +445,13 @@ void GroupMuon::step_shared() {
     for (size_t i = 0; i < own.size(); ++i) {
       const auto& piece = exchange.pieces()[own[i]];
       sent[i].mutable_grad() = torch::Tensor();
-      if (!sent[i].is_alias_of(params[piece.weight])) {
-        put_piece(params[piece.weight], exchange.weights()[piece.weight], piece, sent[i]);
+      if (!sent[i].is_alias_of(whole(piece))) {
+        put_piece(whole(piece), exchange.weights()[piece.weight], piece, sent[i]);
       }
     }
-    step.send_values(round, sent);
+    step->send_values(round, sent);
   }
-  step.receive_values();
+  step->receive_values();
 }
 
 ParamStates GroupMuon::gathered_states(int root) const {
@@ -406,7 +461,7 @@ ParamStates GroupMuon::gathered_states(int root) const {
     for (const auto& [weight, state] : state_) result[weight] = state->clone();
     return result;
   }
-  auto& [exchange, gradients, places, values] = *sharing_;
+  auto& [exchange, gradients, places, values, step, grads] = *sharing_;
   const auto own = exchange.own_pieces();
   std::vector<int64_t> counts(places.size(), 0);
   const auto state_at = [&](size_t piece) -> torch::optim::OptimizerParamState* {
@@ -464,7 +519,7 @@ void GroupMuon::set_states(const ParamStates& states) {
     for (const auto& [weight, state] : states) state_[weight] = state->clone();
     return;
   }
-  auto& [exchange, gradients, places, values] = *sharing_;
+  auto& [exchange, gradients, places, values, step, grads] = *sharing_;
   for (const auto i : exchange.own_pieces()) {
     const auto& piece = exchange.pieces()[i];
     const auto& weight = exchange.weights()[piece.weight];

@@ -32,7 +32,16 @@ struct GroupMuonParamState
 /// What the gradients are when several processes share a step.
 enum class Gradients {
   kLocal,     // of each process's own batch: the step averages them
+  kParts,     // of each process's part of one batch: the step adds them up
   kAveraged,  // averaged already, as by DistributedDataParallel
+};
+
+/// A gradient that this process steps with: of a weight, or of a piece that it owns.
+struct OwnGradient {
+  torch::Tensor weight;  // the whole weight
+  torch::Tensor grad;    // may be changed in place
+  /// Muon: pieces contain whole lines of the matrix along this axis. AdamW: none; pieces begin at multiples of 64 elements.
+  std::optional<Axis> lines = {};
 };
 
 /// Steps groups with GroupMuonOptions by Group Muon and groups with torch::optim::AdamWOptions by AdamW, with one
@@ -68,6 +77,10 @@ class GroupMuon : public torch::optim::Optimizer {
   /// Replaces all states by these, of whole weights. If steps are shared, each process keeps its pieces of them.
   void set_states(const ParamStates& states);
 
+  /// The gradients of the weights and pieces that the next step() of this process updates. If processes share the step,
+  /// this is collective and exchanges gradients now instead of in the step. They can be measured, or scaled in place.
+  std::vector<OwnGradient> own_gradients();
+
   /// Muon's weights that the next step would update (those with gradients), batched by equal options. Makes no step.
   std::vector<std::pair<StepOptions, std::vector<Weight>>> weights_of_next_step();
 
@@ -93,12 +106,17 @@ class GroupMuon : public torch::optim::Optimizer {
     std::vector<std::pair<size_t, size_t>> places;  // group and index in it of each shared weight
     std::map<size_t, torch::Tensor>
         values;  // by piece: the own pieces; views of weights where possible
+    // A step that has begun, and the gradients of the own pieces that have come, by round.
+    std::unique_ptr<Exchange::Step> step = {};
+    std::vector<std::optional<std::vector<torch::Tensor>>> grads = {};
   };
 
   std::vector<Unit> units_with_gradients();
   std::vector<std::pair<StepOptions, std::vector<Weight>>> batches_of(
       const std::vector<Unit>& units);
   void step_units(const std::vector<Unit>& units);
+  void begin_shared_step();
+  const std::vector<torch::Tensor>& grads_of_round(Exchange::Step& step, int64_t round);
   void step_shared();
   size_t index_of(const Unit& unit) const;
 

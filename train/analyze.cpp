@@ -44,7 +44,7 @@ class RestoredRun {
   const gpt::Model& model() const { return model_; }
   std::vector<AttentionWeight> weights() { return attention_weights(optimizer_, clip_); }
 
-  Losses losses() { return {evaluate(model_, batch_), evaluate(model_, held_out_)}; }
+  Losses losses() { return {mean_loss(model_, batch_), mean_loss(model_, held_out_)}; }
 
  private:
   void take_gradients();

@@ -39,10 +39,11 @@ NamedTensors weights_of(const gpt::Model& model) {
   return weights;
 }
 
-// Calls visit(name of the tensor in the file, tensor) for all optimizer state of the model's weights. Creates missing
-// state.
+// Calls visit(name of the tensor in the file, tensor) for all `states` of the model's weights. Creates missing ones.
 template <typename Visit>
-void for_each_buffer(const gpt::Model& model, group_muon::GroupMuon& optimizer, Visit&& visit) {
+void for_each_buffer(
+    const gpt::Model& model, group_muon::GroupMuon& optimizer, group_muon::ParamStates& states,
+    Visit&& visit) {
   const auto fresh = [](const Tensor& parameter) { return at::zeros_like(parameter); };
   std::set<void*> by_adamw;
   for (auto& group : optimizer.param_groups()) {
@@ -52,7 +53,7 @@ void for_each_buffer(const gpt::Model& model, group_muon::GroupMuon& optimizer, 
   for (const auto& item : model.named_parameters()) {
     const auto& [name, parameter] = item.pair();
     void* identity = parameter.unsafeGetTensorImpl();
-    auto& slot = optimizer.state()[identity];
+    auto& slot = states[identity];
     if (by_adamw.count(identity) > 0) {
       if (!slot) {
         auto state = std::make_unique<AdamWParamState>();
@@ -73,16 +74,6 @@ void for_each_buffer(const gpt::Model& model, group_muon::GroupMuon& optimizer, 
       visit(
           "muon.momentum." + name,
           static_cast<group_muon::GroupMuonParamState&>(*slot).momentum_buffer());
-    }
-  }
-}
-
-void set_steps(group_muon::GroupMuon& optimizer, int64_t step) {
-  for (auto& [identity, state] : optimizer.state()) {
-    if (auto* adamw = dynamic_cast<AdamWParamState*>(state.get())) {
-      adamw->step(step);
-    } else {
-      static_cast<group_muon::GroupMuonParamState&>(*state).step(step);
     }
   }
 }
@@ -234,7 +225,7 @@ std::string file_of_weights(const std::string& given) {
 
 std::string save_checkpoint(
     const std::string& run, const gpt::Model& model, group_muon::GroupMuon& optimizer,
-    const TrainerState& state) {
+    const TrainerState& state, group_muon::ParamStates* gathered) {
   char name[32];
   std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
   const std::string folder = run + kCheckpointsFolder;
@@ -255,7 +246,8 @@ std::string save_checkpoint(
     };
     write(kModelFile, weights_of(model));
     NamedTensors buffers;
-    for_each_buffer(model, optimizer, [&](const std::string& buffer, const Tensor& tensor) {
+    auto& states = gathered != nullptr ? *gathered : optimizer.state();
+    for_each_buffer(model, optimizer, states, [&](const std::string& buffer, const Tensor& tensor) {
       buffers.emplace_back(buffer, tensor);
     });
     write(kOptimizerFile, buffers);
@@ -421,11 +413,30 @@ TrainerState load_checkpoint(
   require_same_model(checkpoint, model.shape());
   load_weights(checkpoint, model);
   const auto tensors = load_tensors(checkpoint + kOptimizerFile);
-  for_each_buffer(model, optimizer, [&](const std::string& name, const Tensor& tensor) {
+  auto& states = optimizer.state();
+  for_each_buffer(model, optimizer, states, [&](const std::string& name, const Tensor& tensor) {
     copy_into(tensor, tensors, name, checkpoint + kOptimizerFile);
   });
   set_steps(optimizer, state.step);
   return state;
+}
+
+std::vector<Tensor> tensors_of_state(const gpt::Model& model, group_muon::GroupMuon& optimizer) {
+  std::vector<Tensor> tensors;
+  for_each_buffer(
+      model, optimizer, optimizer.state(),
+      [&](const std::string&, const Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+void set_steps(group_muon::GroupMuon& optimizer, int64_t step) {
+  for (auto& [identity, state] : optimizer.state()) {
+    if (auto* adamw = dynamic_cast<AdamWParamState*>(state.get())) {
+      adamw->step(step);
+    } else {
+      static_cast<group_muon::GroupMuonParamState&>(*state).step(step);
+    }
+  }
 }
 
 }  // namespace train

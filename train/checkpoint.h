@@ -24,10 +24,11 @@ struct TrainerState {
   Options config = {};                         // the run's; empty in checkpoints of older versions
 };
 
-/// Writes a checkpoint of the run and returns its path.
+/// Writes a checkpoint of the run and returns its path. If processes share the optimizer's steps, `gathered` has its
+/// states.
 std::string save_checkpoint(
     const std::string& run, const gpt::Model& model, group_muon::GroupMuon& optimizer,
-    const TrainerState& state);
+    const TrainerState& state, group_muon::ParamStates* gathered = nullptr);
 
 /// The step in a checkpoint's name, "step-" followed by at least six digits; -1 for other names.
 int64_t step_of(const std::string& path);
@@ -69,5 +70,12 @@ void load_initial_weights(const std::string& path, gpt::Model& model);
 /// Loads weights, optimizer state and trainer state, so the run resumes as if never stopped.
 TrainerState load_checkpoint(
     const std::string& checkpoint, gpt::Model& model, group_muon::GroupMuon& optimizer);
+
+/// The tensors of the optimizer's state, in an order that depends on the model alone. Creates missing ones.
+std::vector<torch::Tensor> tensors_of_state(
+    const gpt::Model& model, group_muon::GroupMuon& optimizer);
+
+/// Sets the number of steps that all states have seen.
+void set_steps(group_muon::GroupMuon& optimizer, int64_t step);
 
 }  // namespace train

@@ -137,7 +137,13 @@ std::vector<Key> make_keys() {
        "Engine of model and Gram methods: portable (libtorch), neon, avx2, avx512, avx512_bf16, or "
        "auto (best)",
        1, kRounding},
-      {"run", "threads", &C::threads, "Number of threads; 0: one per core", 0, kRounding},
+      {"run", "threads", &C::threads,
+       "Number of threads; 0: one per core, shared out if torchrun starts several processes", 0,
+       kRounding},
+      {"run", "reduction", &C::reduction,
+       "How gradients are added up. fast: as they come; ordered: in one fixed order, so that 1, 2, "
+       "4 … processes give the same bits, for a copy of the gradient per halving of the batch",
+       1, kRounding},
   };
   keys.insert(keys.end(), others.begin(), others.end());
   return keys;

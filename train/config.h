@@ -66,6 +66,7 @@ struct Config {
   std::string device = "cpu";
   std::string engine = "auto";
   int64_t threads = 0;
+  std::string reduction = "fast";
 
   bool operator==(const Config&) const = default;
 };

@@ -112,6 +112,7 @@ void check(const Config& config) {
   check_choice("precision", config.precision, {"auto", "bf16", "fp32"});
   check_choice("validation-precision", config.validation_precision, {"auto", "bf16", "fp32"});
   check_choice("qkv", config.qkv, {"split", "packed"});
+  check_choice("reduction", config.reduction, {"fast", "ordered"});
   gpt::ModelShape shape = model_shape(config);
   if (shape.vocabulary == 0) shape.vocabulary = 1;  // not known yet
   gpt::check(shape);

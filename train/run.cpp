@@ -6,12 +6,12 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <regex>
-#include <thread>
 
 #include "gpt/manifest.h"
 #include "gpt/shards.h"
 #include "train/errors.h"
 #include "train/machine.h"
+#include "train/process_group.h"
 #include "train/recipe.h"
 
 namespace train {
@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kMicroBatchTokens = 4096;
 
 // Version of config.toml. The files of format 1 have neither a first line that says so nor a checksum.
-constexpr int kFormat = 2;
+constexpr int kFormat = 3;
 
 // Keys that did not exist in format 1. A key that is added to the config belongs here, with a new format. All other
 // keys must be there.
@@ -42,6 +42,7 @@ constexpr LaterKey kLaterKeys[] = {
     {"restarts", 2},
     {"rank-tolerance", 2},
     {"custom-coefficients", 2},
+    {"reduction", 3},
 };
 
 // What a run's config.toml says, before it is checked.
@@ -116,7 +117,7 @@ Options config_in_checkpoints(const std::string& folder) {
   return {};
 }
 
-// A file of format 2 has every key. One of format 1 may lack those that came later.
+// A file has every key of its format. One of an older format may lack those that came later.
 void require_every_key(const std::string& folder, const WrittenConfig& written) {
   for (const auto& key : config_keys()) {
     const auto later = std::find_if(
@@ -213,6 +214,17 @@ uint32_t sampled_crc(const gpt::TokenStream& stream, int64_t size, uint32_t crc)
   return crc;
 }
 
+// With an ordered reduction it should suit several numbers of processes: if possible, a divisor of an eighth of the batch.
+int64_t default_micro_batch(const Config& config) {
+  constexpr int64_t kParts = 8;
+  const bool ordered = config.reduction == "ordered";
+  const int64_t whole =
+      ordered && config.batch % kParts == 0 ? config.batch / kParts : config.batch;
+  int64_t size = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, whole);
+  while (ordered && whole % size != 0) --size;
+  return size;
+}
+
 // compare_for_resume(). Its error also says what to do instead.
 std::vector<std::string> notes_on_changes(const Config& was, const Config& is) {
   try {
@@ -244,6 +256,10 @@ Config config_to_resume(const Config& saved, const Options& options) {
     set(probe, precision, get(config, precision));
   }
   notes_on_changes(saved, probe);
+  // More processes may share this machine than before.
+  if (!given("threads") && started_by_torchrun()) {
+    config.threads = std::min(config.threads, threads_per_process());
+  }
   config = resolved(config);
   if (fs::weakly_canonical(config.out) == fs::weakly_canonical(saved.out)) config.out = saved.out;
   return config;
@@ -262,10 +278,11 @@ std::string note_on_engines(const Config& config) {
       "). --engine auto switches to it");
 }
 
-void record_start(const Config& config) {
+void record_start(const Config& config, int processes) {
   const std::string path = config.out + kConfigFile, text = text_of_config(config);
   if (!fs::exists(path) || read_text(path) != text) replace_file(path, text);
   auto facts = machine_facts();
+  facts["processes"] = processes;
   facts["time"] = std::chrono::duration_cast<std::chrono::seconds>(
                       std::chrono::system_clock::now().time_since_epoch())
                       .count();
@@ -302,11 +319,9 @@ Config resolved(Config config) {
     if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
   }
   if (config.vocabulary == 0) config.vocabulary = gpt::vocabulary_of_data(config.data);
-  if (config.micro_batch == 0) {
-    config.micro_batch = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, config.batch);
-  }
+  if (config.micro_batch == 0) config.micro_batch = default_micro_batch(config);
   config = with_engine(std::move(config));
-  if (config.threads == 0) config.threads = std::max(1U, std::thread::hardware_concurrency());
+  if (config.threads == 0) config.threads = threads_per_process();
   return config;
 }
 
@@ -390,7 +405,7 @@ void refuse_existing(const std::string& folder) {
   }
 }
 
-Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock) {
+Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock, int processes) {
   make_folder(config.out);
   if (!lock) lock = std::make_shared<FolderLock>(config.out);
   refuse_existing(config.out);  // another process may have started a run in the meantime
@@ -398,7 +413,7 @@ Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock) {
   if (fs::exists(config.data + vocabulary)) {
     replace_file(config.out + vocabulary, read_text(config.data + vocabulary));
   }
-  record_start(config);
+  record_start(config, processes);
   return {.config = config, .checkpoint = {}, .state = {}, .notes = {}, .lock = std::move(lock)};
 }
 
@@ -424,9 +439,9 @@ Run open_run(const std::string& path, const Options& options, std::shared_ptr<Fo
   return run;
 }
 
-void take_over(const Run& run) {
+void take_over(const Run& run, int processes) {
   if (!run.checkpoint.empty()) set_aside_later(run.config.out, run.state.step);
-  record_start(run.config);
+  record_start(run.config, processes);
 }
 
 }  // namespace train

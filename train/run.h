@@ -75,8 +75,10 @@ struct Run {
 /// Rejects a folder that contains a run or parts of one.
 void refuse_existing(const std::string& folder);
 
-/// Creates a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given.
-Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock = nullptr);
+/// Creates a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given. `processes`
+/// train it.
+Run begin_run(
+    const Config& config, std::shared_ptr<FolderLock> lock = nullptr, int processes = 1);
 
 /// Opens a run for resuming. `path` is a run (resumes from its newest checkpoint) or a checkpoint. `options` may only
 /// change what does not make it a different run. Locks the folder unless a `lock` is given. Changes no file.
@@ -85,6 +87,6 @@ Run open_run(
 
 /// Takes over a run that was opened and whose data has been checked: sets later checkpoints aside, and records changed
 /// options and this machine.
-void take_over(const Run& run);
+void take_over(const Run& run, int processes = 1);
 
 }  // namespace train

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
 
@@ -55,9 +57,29 @@ std::string validation_engine(const Config& config) {
 
 // What a run writes while it trains, besides checkpoints.
 struct Records {
+  /// Continues those of the saved state, if there is one.
+  Records(
+      const Config& config, const gpt::ModelShape& shape, const std::optional<TrainerState>& saved)
+      : metrics(
+            saved ? MetricsLog(config.out, saved->step, saved->validation_loss.has_value())
+                  : MetricsLog(config.out)) {
+    if (config.diagnose_every == 0) return;
+    diagnostics.emplace(
+        config.out, saved ? saved->step : 0,
+        make_candidates(shape, config.diagnose_groups, config.share_qk),
+        config.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
+  }
+
   MetricsLog metrics;
   std::optional<DiagnosticsLog> diagnostics;
 
+  std::vector<std::string> notes() const {
+    auto all = metrics.notes();
+    if (diagnostics) {
+      all.insert(all.end(), diagnostics->notes().begin(), diagnostics->notes().end());
+    }
+    return all;
+  }
   void sync() {
     metrics.sync();
     if (diagnostics) diagnostics->sync();
@@ -99,7 +121,7 @@ class Pace {
 // The loop, with everything it needs in memory.
 class Trainer {
  public:
-  Trainer(const Config& config, const Listener& listener);
+  Trainer(const Config& config, const Listener& listener, const Processes& processes);
   /// Weights for step 0.
   void initialize();
   /// Everything from the run's checkpoint, whose data must be this data.
@@ -107,15 +129,22 @@ class Trainer {
   Outcome run(std::shared_ptr<FolderLock> lock);
 
  private:
-  void step(Records& records);
+  void step(Records* records);
+  std::vector<double> add_own_gradients();
+  double agreed_sum(const std::function<std::vector<double>()>& parts);
+  double measure(Values& values, const std::vector<group_muon::OwnGradient>& gradients);
   double validate();
   void set_learning_rates(double factor);
-  double clip_gradients(const ByKind& gradients, double norm);
+  double clip_gradients(const std::vector<group_muon::OwnGradient>& gradients, double norm);
   double update(Values& values);
   void finish_step(double loss, double seconds);
-  void save(Records& records);
+  void save(Records* records);
   void report(bool validating, double part);
   BeforeMicroBatch before(bool validating);
+  void check_processes() const;
+  int64_t together() const;
+  void share();
+  void write_validation(MetricsLog& metrics) const;
   bool is_due(int64_t interval) const {
     return state_.step == config_.steps || (interval > 0 && state_.step % interval == 0);
   }
@@ -126,6 +155,7 @@ class Trainer {
 
   Config config_;
   const Listener& listener_;
+  const Processes& processes_;
   torch::Device device_;
   gpt::TokenStream training_, validation_;
   gpt::SequenceOrder order_;
@@ -143,9 +173,10 @@ class Trainer {
   int64_t steps_here_ = 0;
 };
 
-Trainer::Trainer(const Config& config, const Listener& listener)
+Trainer::Trainer(const Config& config, const Listener& listener, const Processes& processes)
     : config_(config),
       listener_(listener),
+      processes_(processes),
       device_(device_of(config)),
       training_(config.data, "train", config.vocabulary),
       validation_(config.data, "val", config.vocabulary),
@@ -159,9 +190,11 @@ Trainer::Trainer(const Config& config, const Listener& listener)
       kinds_(kinds_of(model_)),
       pace_(
           config_, gpt::training_flops_per_token(model_.shape()),
-          gemm_peak(
-              group_muon::parse_engine(config.engine), matmul_precision(config.precision),
-              device_)) {
+          processes.count *
+              gemm_peak(
+                  group_muon::parse_engine(config.engine), matmul_precision(config.precision),
+                  device_)) {
+  check_processes();
   model_.set_engine(group_muon::parse_engine(config.engine));
   TORCH_CHECK_VALUE(
       order_.windows() >= config.batch, "the training data in '", config.data, "' has ",
@@ -186,15 +219,63 @@ Trainer::Trainer(const Config& config, const Listener& listener)
   state_.config = options_of(config);
   state_.training_tokens = training_.size();
   state_.data_crc = fingerprint(training_, validation_, validation_windows_ * config.context + 1);
+  const std::vector<double> own = {
+      static_cast<double>(state_.training_tokens), static_cast<double>(state_.data_crc)};
+  const auto data = gather(processes_, own);
+  for (size_t rank = 1; rank < data.size(); ++rank) {
+    TORCH_CHECK_VALUE(
+        data[rank] == data[0], "process ", rank, " of ", data.size(), " has other data in '",
+        config.data, "' than process 0; every process should read the same data");
+  }
+}
+
+// What processes that train together cannot do.
+void Trainer::check_processes() const {
+  const int count = processes_.count;
+  if (config_.reduction == "ordered") {
+    TORCH_CHECK_VALUE(
+        config_.batch % config_.micro_batch == 0, "reduction = ordered needs a batch of whole ",
+        "micro-batches, not batch = ", config_.batch, " and micro-batch = ", config_.micro_batch);
+    const int64_t parts = config_.batch / config_.micro_batch;
+    TORCH_CHECK_VALUE(
+        (count & (count - 1)) == 0 && parts % count == 0,
+        "reduction = ordered halves the batch again and again, so the number of processes should be "
+        "a power of two that divides the number of micro-batches, which is ",
+        config_.batch, " / ", config_.micro_batch, " = ", parts, "; there are ", count,
+        " processes. Choose another micro-batch, or reduction = fast");
+  }
+  if (processes_.alone()) return;
+  TORCH_CHECK_VALUE(
+      device_.is_cpu(), "several processes train on CPUs only; with device = ", config_.device,
+      ", start one process");
+  TORCH_CHECK_VALUE(
+      config_.diagnose_every == 0,
+      "diagnose-every needs the whole momentum in one process; start one process, or measure a "
+      "checkpoint with 'group-muon analyze'");
 }
 
 void Trainer::initialize() {
-  if (!config_.init.empty()) load_initial_weights(config_.init, model_);
-  if (config_.perturb > 0) perturb(model_.parameters(), static_cast<uint64_t>(config_.perturb));
+  if (processes_.writes()) {
+    if (!config_.init.empty()) load_initial_weights(config_.init, model_);
+    if (config_.perturb > 0) perturb(model_.parameters(), static_cast<uint64_t>(config_.perturb));
+  }
+  share();
+}
+
+// Gives all processes the first one's weights and states, and each its share of the optimizer's steps.
+void Trainer::share() {
+  if (processes_.alone()) return;
+  for (const auto& weight : model_.parameters()) broadcast(processes_, weight);
+  if (state_.step > 0) {
+    for (const auto& tensor : tensors_of_state(model_, optimizer_)) broadcast(processes_, tensor);
+    set_steps(optimizer_, state_.step);
+  }
+  optimizer_.share(processes_.group, group_muon::Gradients::kParts);
 }
 
 void Trainer::load(const Run& run) {
-  const auto saved = load_checkpoint(run.checkpoint, model_, optimizer_);
+  const auto saved =
+      processes_.writes() ? load_checkpoint(run.checkpoint, model_, optimizer_) : run.state;
   TORCH_CHECK_VALUE(
       saved.training_tokens == state_.training_tokens && saved.data_crc == state_.data_crc,
       "the data in '", config_.data, "' is not the data the run started with");
@@ -202,40 +283,97 @@ void Trainer::load(const Run& run) {
   state_ = saved;
   state_.config = options_of(config_);  // some options may have changed
   last_checkpoint_ = run.checkpoint;
+  share();
 }
 
-void Trainer::step(Records& records) {
+void Trainer::step(Records* records) {
   const auto start = Clock::now();
   const double factor = lr_factor(config_, state_.step);
   set_learning_rates(factor);
   optimizer_.zero_grad();
-  Batch batch{&training_, {}, config_.context, config_.micro_batch, device_};
-  for (int64_t i = 0; i < config_.batch; ++i) {
-    batch.starts.push_back(order_.start_of(state_.step * config_.batch + i));
-  }
-  const double loss = add_gradients(model_, batch, before(/*validating=*/false));
+  const double loss = agreed_sum([&] { return add_own_gradients(); });
 
   Values values = {{"loss", loss}, {"lr_factor", factor}};
-  const ByKind gradients = gradients_of(kinds_);
-  const double norm = add_norms(values, "gradient_norm", kinds_, gradients);
+  const torch::NoGradGuard no_grad;
+  const auto gradients = optimizer_.own_gradients();
+  const double norm = measure(values, gradients);
   TORCH_CHECK(
       std::isfinite(loss) && std::isfinite(norm), "step ", state_.step + 1, ": the loss is ", loss,
       " and the gradient norm is ", norm,
       "; the run cannot continue. Try a lower learning rate, --warmup or --clip");
-  const torch::NoGradGuard no_grad;
   const double clip = clip_gradients(gradients, norm);
-  if (records.diagnostics && state_.step % config_.diagnose_every == 0) {
+  if (records != nullptr && records->diagnostics && state_.step % config_.diagnose_every == 0) {
     const auto timed = gpt::Timed(model_.profile(), gpt::Part::kDiagnostics);
-    records.diagnostics->write(state_.step, attention_weights(optimizer_, clip));
+    records->diagnostics->write(state_.step, attention_weights(optimizer_, clip));
   }
   const double optimizer_seconds = update(values);
   finish_step(loss, seconds_since(start));
-  values.emplace_back("tokens", static_cast<double>(state_.step * config_.batch * config_.context));
-  values.emplace_back("seconds", state_.seconds);
-  values.emplace_back("tokens_per_second", progress_.tokens_per_second);
-  values.emplace_back("optimizer_seconds", optimizer_seconds);  // this step only
-  records.metrics.write(state_.step, values);
+  if (records != nullptr) {
+    values.emplace_back(
+        "tokens", static_cast<double>(state_.step * config_.batch * config_.context));
+    values.emplace_back("seconds", state_.seconds);
+    values.emplace_back("tokens_per_second", progress_.tokens_per_second);
+    values.emplace_back("optimizer_seconds", optimizer_seconds);  // this step only
+    records->metrics.write(state_.step, values);
+  }
   if (listener_.step) listener_.step(progress_);
+}
+
+// How many micro-batches an ordered reduction adds one after the other: the largest odd factor of their number.
+int64_t Trainer::together() const {
+  int64_t parts = config_.batch / config_.micro_batch;
+  while (parts % 2 == 0) parts /= 2;
+  return parts;
+}
+
+// This process's part of the gradients, and what its micro-batches contribute to the loss.
+std::vector<double> Trainer::add_own_gradients() {
+  Batch batch{&training_, {}, config_.context, config_.micro_batch, device_, config_.batch};
+  const auto [first, last] = own_range(processes_, config_.batch);
+  for (int64_t i = first; i < last; ++i) {
+    batch.starts.push_back(order_.start_of(state_.step * config_.batch + i));
+  }
+  return config_.reduction == "ordered"
+             ? add_gradients_in_tree(model_, batch, together(), before(/*validating=*/false))
+             : add_gradients(model_, batch, before(/*validating=*/false));
+}
+
+// Collective. The sum of what all processes contribute, in their order. Gives up if one of them wants to stop.
+double Trainer::agreed_sum(const std::function<std::vector<double>()>& parts) {
+  std::vector<double> own = {0};  // 1: stop
+  try {
+    const auto contributed = parts();
+    own.insert(own.end(), contributed.begin(), contributed.end());
+  } catch (const Stop&) {
+    own = {1};
+    ask_to_stop(processes_);
+  }
+  double sum = 0;
+  bool stop = false;
+  for (const auto& some : gather(processes_, own)) {
+    stop |= some[0] != 0;
+    for (size_t i = 1; i < some.size(); ++i) sum += some[i];
+  }
+  if (stop) throw Stop{};  // NOLINT(bugprone-std-exception-baseclass)
+  return sum;
+}
+
+// Collective. Norms of the whole gradient. Returns that of all weights.
+double Trainer::measure(
+    Values& values, const std::vector<group_muon::OwnGradient>& gradients) {
+  std::vector<int64_t> digits;
+  auto sums = squares_of(kinds_, gradients);
+  for (const auto& kind : sums) {
+    digits.insert(digits.end(), kind.digits().begin(), kind.digits().end());
+  }
+  digits = sum(processes_, digits);
+  const auto count = static_cast<int64_t>(digits.size() / sums.size());
+  std::vector<double> squares;
+  for (auto first = digits.begin(); first != digits.end(); first += count) {
+    sums[squares.size()].set_digits({first, first + count});
+    squares.push_back(sums[squares.size()].value());
+  }
+  return add_norms(values, "gradient_norm", kinds_, squares);
 }
 
 void Trainer::set_learning_rates(double factor) {
@@ -246,10 +384,11 @@ void Trainer::set_learning_rates(double factor) {
 }
 
 // Scales the gradients to the norm `clip`, if they are larger. Returns the factor.
-double Trainer::clip_gradients(const ByKind& gradients, double norm) {
+double Trainer::clip_gradients(
+    const std::vector<group_muon::OwnGradient>& gradients, double norm) {
   if (config_.clip == 0 || norm <= config_.clip) return 1;
   const double factor = config_.clip / norm;
-  for (const auto& kind : gradients) at::_foreach_mul_(kind, factor);
+  for (const auto& gradient : gradients) gradient.grad.mul_(factor);
   return factor;
 }
 
@@ -268,7 +407,7 @@ double Trainer::update(Values& values) {
   const double seconds = model_.profile()[gpt::Part::kOptimizer] - before;
   if (!measured) return seconds;
   for (size_t i = 0; i < kinds_.size(); ++i) at::_foreach_sub_(changes[i], kinds_[i].weights);
-  const double change = add_norms(values, "update_norm", kinds_, changes);
+  const double change = add_norms(values, "update_norm", kinds_, squares_of(changes));
   TORCH_CHECK(
       std::isfinite(change), "step ", number, ": the update norm is ", change,
       "; the run cannot continue. Try a lower learning rate");
@@ -290,9 +429,16 @@ double Trainer::validate() {
   const gpt::Profile of_training = model_.profile();
   model_.set_precision(matmul_precision(config_.validation_precision));
   const auto start = Clock::now();
-  Batch batch{&validation_, {}, config_.context, config_.micro_batch, device_};
-  for (int64_t i = 0; i < validation_windows_; ++i) batch.starts.push_back(i * config_.context);
-  const double loss = evaluate(model_, batch, before(/*validating=*/true));
+  const int64_t size = config_.micro_batch;
+  Batch batch{&validation_, {}, config_.context, size, device_};
+  const auto [first, last] = own_range(processes_, (validation_windows_ + size - 1) / size);
+  for (int64_t i = first * size; i < std::min(last * size, validation_windows_); ++i) {
+    batch.starts.push_back(i * config_.context);
+  }
+  const double loss = agreed_sum([&] {
+                        return losses(model_, batch, before(/*validating=*/true));
+                      }) /
+                      static_cast<double>(validation_windows_);
   model_.set_precision(matmul_precision(config_.precision));
   model_.profile() = of_training;
   pace_.set_validation(seconds_since(start));
@@ -305,10 +451,10 @@ double Trainer::validate() {
 // What happens between micro-batches: a wish to stop and the loss of the folder are noticed, progress is told.
 BeforeMicroBatch Trainer::before(bool validating) {
   return [this, validating](double done) {
-    if (listener_.stop_wanted && listener_.stop_wanted()) {
+    if ((listener_.stop_wanted && listener_.stop_wanted()) || stop_asked(processes_)) {
       throw Stop{};  // NOLINT(bugprone-std-exception-baseclass)
     }
-    lock_->require_folder();
+    if (lock_) lock_->require_folder();
     report(validating, done);
   };
 }
@@ -324,51 +470,42 @@ void Trainer::report(bool validating, double part) {
 
 // Saves a checkpoint, if the weights are finite, unless the last one has this state. It is rewritten if the validation loss at its step has become
 // known since.
-void Trainer::save(Records& records) {
+void Trainer::save(Records* records) {
   if (saved_ && saved_->step == state_.step && saved_->validation_loss == state_.validation_loss) {
     return;
   }
-  lock_->require_folder();
+  if (lock_) lock_->require_folder();
   const torch::NoGradGuard no_grad;
   const double norm = norm_of(model_.parameters());
   TORCH_CHECK(
       std::isfinite(norm), "step ", state_.step, ": the norm of the weights is ", norm,
       "; the run cannot continue. Try a lower learning rate");
-  records.sync();
-  last_checkpoint_ = save_checkpoint(config_.out, model_, optimizer_, state_);
-  prune_checkpoints(config_.out, config_.keep);
+  group_muon::ParamStates gathered;
+  if (!processes_.alone()) gathered = optimizer_.gathered_states(/*root=*/0);
+  if (records != nullptr) {
+    records->sync();
+    last_checkpoint_ = save_checkpoint(
+        config_.out, model_, optimizer_, state_, processes_.alone() ? nullptr : &gathered);
+    prune_checkpoints(config_.out, config_.keep);
+    if (listener_.checkpoint) listener_.checkpoint(last_checkpoint_);
+  }
   saved_ = state_;
-  if (listener_.checkpoint) listener_.checkpoint(last_checkpoint_);
+  gather(processes_, std::vector<double>{});  // so that all end if the first could not write
 }
 
 Outcome Trainer::run(std::shared_ptr<FolderLock> lock) {
   lock_ = std::move(lock);
-  Records records{
-      saved_ ? MetricsLog(config_.out, state_.step, state_.validation_loss.has_value())
-             : MetricsLog(config_.out),
-      std::nullopt};
-  if (config_.diagnose_every > 0) {
-    records.diagnostics.emplace(
-        config_.out, state_.step,
-        make_candidates(model_.shape(), config_.diagnose_groups, config_.share_qk),
-        config_.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
-  }
-  for (const auto& text : records.metrics.notes()) note(text);
-  if (records.diagnostics) {
-    for (const auto& text : records.diagnostics->notes()) note(text);
+  std::optional<Records> of_first;
+  if (processes_.writes()) of_first.emplace(config_, model_.shape(), saved_);
+  Records* records = of_first ? &*of_first : nullptr;
+  if (records != nullptr) {
+    for (const auto& text : records->notes()) note(text);
   }
   try {
     for (;;) {
       if (is_due(config_.validation_interval) && !state_.validation_loss) {
         state_.validation_loss = validate();
-        records.metrics.write(
-            state_.step, {{"validation_loss", *state_.validation_loss}},
-            {{"engine", config_.engine},
-             {"muon_engine", config_.muon.engine()},
-             {"validation_engine", validation_engine(config_)},
-             {"precision", config_.precision},
-             {"muon_precision", config_.muon.precision()},
-             {"validation_precision", config_.validation_precision}});
+        if (records != nullptr) write_validation(records->metrics);
         if (listener_.validation) listener_.validation(state_.step, *state_.validation_loss);
       }
       if (state_.step > 0 && is_due(config_.checkpoint_interval)) save(records);
@@ -379,6 +516,17 @@ Outcome Trainer::run(std::shared_ptr<FolderLock> lock) {
     save(records);
     return outcome(/*stopped=*/true);
   }
+}
+
+void Trainer::write_validation(MetricsLog& metrics) const {
+  metrics.write(
+      state_.step, {{"validation_loss", *state_.validation_loss}},
+      {{"engine", config_.engine},
+       {"muon_engine", config_.muon.engine()},
+       {"validation_engine", validation_engine(config_)},
+       {"precision", config_.precision},
+       {"muon_precision", config_.muon.precision()},
+       {"validation_precision", config_.validation_precision}});
 }
 
 Outcome Trainer::outcome(bool stopped) {
@@ -403,6 +551,8 @@ Outcome run_or_say_where(Trainer& trainer, const Run& run) {
   };
   try {
     return trainer.run(run.lock);
+  } catch (const c10::DistBackendError& error) {
+    throw ProcessLost(message_of(error), run.lock == nullptr ? "" : hint());
   } catch (const FolderGone& error) {
     throw std::runtime_error(
         std::string(error.what()) +
@@ -412,32 +562,109 @@ Outcome run_or_say_where(Trainer& trainer, const Run& run) {
   }
 }
 
+using Json = nlohmann::ordered_json;
+
+// What another process needs of a run.
+std::string text_of(const Run& run) {
+  Json json = {
+      {"checkpoint", run.checkpoint},
+      {"step", run.state.step},
+      {"seconds", run.state.seconds},
+      {"validation_loss", nullptr},
+      {"training_tokens", run.state.training_tokens},
+      {"data_crc", run.state.data_crc},
+      {"options", Json::array()}};
+  if (run.state.validation_loss) json["validation_loss"] = *run.state.validation_loss;
+  for (const auto& [key, value] : options_of(run.config)) json["options"].push_back({key, value});
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+Run run_of(const std::string& text) {
+  const auto json = Json::parse(text);
+  if (json.contains("error")) throw std::runtime_error(json["error"].get<std::string>());
+  Run run;
+  Options options;
+  for (const auto& option : json["options"]) options.emplace_back(option[0], option[1]);
+  run.config = with_engine(without_missing_engines(configure(options)));
+  run.checkpoint = json["checkpoint"];
+  run.state.step = json["step"];
+  run.state.seconds = json["seconds"];
+  if (!json["validation_loss"].is_null()) run.state.validation_loss = json["validation_loss"];
+  run.state.training_tokens = json["training_tokens"];
+  run.state.data_crc = json["data_crc"];
+  return run;
+}
+
+// All processes must be of one build: others may add up in another order.
+void require_one_build(const Processes& processes) {
+  const auto facts = machine_facts();
+  const auto builds = gather(
+      processes, "commit " + facts["commit"].get<std::string>() + " with torch " +
+                     facts["torch"].get<std::string>());
+  for (size_t rank = 1; rank < builds.size(); ++rank) {
+    TORCH_CHECK_VALUE(
+        builds[rank] == builds[0], "process ", rank, " of ", builds.size(), " is ", builds[rank],
+        ", but process 0 is ", builds[0], "; install the same build everywhere");
+  }
+}
+
 }  // namespace
 
-Outcome train(const Config& given, const Listener& listener, std::shared_ptr<FolderLock> lock) {
-  Config config = resolved(given);
-  config.out = normal_path(config.out);
-  TORCH_CHECK_VALUE(
-      fs::absolute(config.out) != config.data, "out and data should be different folders");
-  refuse_existing(config.out);
-  to_toml(config);  // throws if the config cannot be written
+Run prepared_by_first(const Processes& processes, const std::function<Run()>& prepare) {
+  if (processes.alone()) return prepare();
+  require_one_build(processes);
+  Run run;
+  std::string text;
+  std::exception_ptr failure;
+  if (processes.writes()) {
+    try {
+      run = prepare();
+      text = text_of(run);
+    } catch (const std::exception& error) {
+      failure = std::current_exception();
+      text = Json({{"error", message_of(error)}})
+                 .dump(-1, ' ', false, Json::error_handler_t::replace);
+    }
+  }
+  text = gather(processes, text)[0];
+  if (failure) std::rethrow_exception(failure);
+  return processes.writes() ? run : run_of(text);
+}
+
+Outcome train(
+    const Config& given, const Listener& listener, std::shared_ptr<FolderLock> lock,
+    const Processes& processes) {
+  const Config config = prepared_by_first(processes, [&] {
+                          Run run;
+                          run.config = resolved(given);
+                          run.config.out = normal_path(run.config.out);
+                          TORCH_CHECK_VALUE(
+                              fs::absolute(run.config.out) != run.config.data,
+                              "out and data should be different folders");
+                          refuse_existing(run.config.out);
+                          to_toml(run.config);  // throws if the config cannot be written
+                          return run;
+                        }).config;
   require_training_memory(config);
   at::set_num_threads(static_cast<int>(config.threads));
-  Trainer trainer(config, listener);
+  Trainer trainer(config, listener, processes);
   trainer.initialize();
-  const Run run = begin_run(config, std::move(lock));
+  Run run;
+  run.config = config;
+  if (processes.writes()) run = begin_run(config, std::move(lock), processes.count);
   if (listener.begin) listener.begin(config.out);
   return run_or_say_where(trainer, run);
 }
 
-Outcome resume(const Run& run, const Listener& listener) {
+Outcome resume(const Run& run, const Listener& listener, const Processes& processes) {
   const auto note = [&](const std::string& text) {
     if (listener.note) listener.note(text);
   };
   if (listener.begin) listener.begin(run.config.out);
   if (run.state.step == run.config.steps && run.state.validation_loss) {
-    prune_checkpoints(
-        run.config.out, run.config.keep);  // it may have been killed before doing this
+    if (processes.writes()) {  // it may have been killed before doing this
+      prune_checkpoints(run.config.out, run.config.keep);
+    }
     note("the run is finished: all " + std::to_string(run.state.step) + " steps are done");
     return {
         .folder = run.config.out,
@@ -448,13 +675,13 @@ Outcome resume(const Run& run, const Listener& listener) {
   for (const auto& text : run.notes) note(text);
   require_training_memory(run.config);
   at::set_num_threads(static_cast<int>(run.config.threads));
-  Trainer trainer(run.config, listener);
+  Trainer trainer(run.config, listener, processes);
   if (run.checkpoint.empty()) {
     trainer.initialize();
   } else {
     trainer.load(run);
   }
-  take_over(run);
+  if (processes.writes()) take_over(run, processes.count);
   return run_or_say_where(trainer, run);
 }
 

@@ -8,6 +8,7 @@
 
 #include "gpt/profile.h"
 #include "train/config.h"
+#include "train/process_group.h"
 #include "train/run.h"
 
 namespace train {
@@ -45,11 +46,18 @@ struct Outcome {
   double profiled_seconds = 0;
 };
 
-/// Starts a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given.
+/// Starts a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given. If several
+/// `processes` train, all of them call this, with the first one's config: each computes the gradients of its part of
+/// every batch, they share the optimizer's steps, and the first writes the files.
 Outcome train(
-    const Config& config, const Listener& listener, std::shared_ptr<FolderLock> lock = nullptr);
+    const Config& config, const Listener& listener, std::shared_ptr<FolderLock> lock = nullptr,
+    const Processes& processes = {});
 
-/// Resumes a run as if it had never been stopped.
-Outcome resume(const Run& run, const Listener& listener);
+/// Resumes a run as if it had never been stopped. The number of processes may be another one.
+Outcome resume(const Run& run, const Listener& listener, const Processes& processes = {});
+
+/// Collective. What the first process prepares, on all of them: its run, without the lock. If it fails, all do. Also
+/// refuses processes of another build.
+Run prepared_by_first(const Processes& processes, const std::function<Run()>& prepare);
 
 }  // namespace train

@@ -75,16 +75,21 @@ def gradient(parameter: Tensor, index: int, step: int, rank: int) -> Tensor | No
     return torch.randn(parameter.shape, generator=generator)
 
 
+def sum_in_pairs(tensors: list[Tensor]) -> Tensor:
+    """The first half, plus the others."""
+    half = (len(tensors) + 1) // 2
+    if len(tensors) == 1:
+        return tensors[0]
+    return sum_in_pairs(tensors[:half]) + sum_in_pairs(tensors[half:])
+
+
 def mean_gradient(parameter: Tensor, index: int, step: int, processes: int) -> Tensor | None:
-    """The mean over processes, summed in the order of their ranks."""
+    """The mean over processes, summed in the order in which they are."""
     all_ = [gradient(parameter, index, step, rank) for rank in range(processes)]
     if all(own is None for own in all_):
         return None
-    sum_ = torch.zeros_like(parameter) if all_[0] is None else all_[0]
-    for own in all_[1:]:
-        if own is not None:
-            sum_ = sum_ + own
-    return sum_ / processes
+    zeros = torch.zeros_like(parameter)
+    return sum_in_pairs([zeros if own is None else own for own in all_]) / processes
 
 
 def alone(grouping: str, processes: int, steps: int, **options: Any) -> list[Tensor]:

@@ -649,7 +649,7 @@ class TestConfigOfARun:
         done = program("train", "--resume", run)
         assert done.stdout.count("from an older version") == 1
         assert curve(run) == curve(finished) and last_weights(run) == last_weights(finished)
-        assert config.read_text().startswith("# A run of group-muon, format 2")
+        assert config.read_text().startswith("# A run of group-muon, format 3")
 
     def test_a_run_of_an_older_version_has_the_keys_of_that_version(self, run):
         cut(run)

@@ -360,6 +360,14 @@ class GroupMuon(torch.optim.Optimizer):
         finally:
             self.state = own
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch.distributed.checkpoint loads tensors in place, but puts other values below the number as a string.
+        merged: dict[Any, dict[str, Any]] = {}
+        for key, values in state_dict["state"].items():
+            number = int(key) if isinstance(key, str) and key.isdecimal() else key
+            merged[number] = {**merged.get(number, {}), **values}
+        super().load_state_dict({**state_dict, "state": merged})
+
     def __getstate__(self) -> dict[str, Any]:
         if self._sharing is not None:
             raise TypeError(
@@ -490,10 +498,7 @@ class GroupMuon(torch.optim.Optimizer):
         if self._shards is None:
             self._plan_shards()
         active = [entry.weight for entry in entries if entry.weight.grad is not None]
-        steps = [
-            int(self.state[weight]["step"]) if self.state[weight] else 0
-            for weight in active
-        ]
+        steps = [int(self.state[entry.weight].get("step", 0)) for entry in entries]
         options = f"{self._options_text()} steps={steps}"
         cast(Shards, self._shards).agree(entries, options, active)
 

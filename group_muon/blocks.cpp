@@ -46,7 +46,8 @@ void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, do
   const auto dtype = matrices.scalar_type();
   if (is_run(slot.rows)) {
     add_scaled(select_rows(matrices, slot), update, factor);
-  } else if (at::isReducedFloatingType(dtype) || at::promote_types(dtype, update.scalar_type()) != dtype) {
+  } else if (
+      at::isReducedFloatingType(dtype) || at::promote_types(dtype, update.scalar_type()) != dtype) {
     Tensor rows = select_rows(matrices, slot);  // index_add_ would round the update first
     add_scaled(rows, update, factor);
     matrices.index_copy_(dim, index_of(slot, matrices.device()), rows);

@@ -50,9 +50,7 @@ float decay_of(const Weight& weight) {
   return static_cast<float>(1 - weight.lr * weight.weight_decay);
 }
 
-float rate_of(const Weight& weight, double scale) {
-  return static_cast<float>(weight.lr * scale);
-}
+float rate_of(const Weight& weight, double scale) { return static_cast<float>(weight.lr * scale); }
 
 // Calls visit(slot, rows of a block) for each block of a bucket whose weights are stepped in place.
 template <typename Visit>
@@ -104,9 +102,8 @@ void step_in_place(
     blocks.push_back(
         block_in_place<T>(
             bucket, map, momentum_rule(options), weight.grad.const_data_ptr<float>(),
-            weight.momentum.data_ptr<float>(), [=](const T* block) {
-              update_pass(engine, map, decay, rate, block, value);
-            }));
+            weight.momentum.data_ptr<float>(),
+            [=](const T* block) { update_pass(engine, map, decay, rate, block, value); }));
   });
   orthogonalize_simd(blocks, bucket.orthogonalize);
 }
@@ -121,13 +118,12 @@ void orthogonalize_in_place(
     auto* result = results[slot.weight].template data_ptr<T>();
     // With a coefficient of 0 the direction, as gradient and as momentum, is unchanged.
     blocks.push_back(
-        block_in_place<T>(
-            bucket, map, MomentumRule{}, direction, direction, [=](const T* block) {
-              for (size_t i = 0; i < map.rows.size(); ++i) {
-                const auto from = static_cast<int64_t>(i) * map.cols;
-                std::copy_n(block + from, map.cols, result + (map.first_row + map.rows[i]) * map.cols);
-              }
-            }));
+        block_in_place<T>(bucket, map, MomentumRule{}, direction, direction, [=](const T* block) {
+          for (size_t i = 0; i < map.rows.size(); ++i) {
+            const auto from = static_cast<int64_t>(i) * map.cols;
+            std::copy_n(block + from, map.cols, result + (map.first_row + map.rows[i]) * map.cols);
+          }
+        }));
   });
   orthogonalize_simd(blocks, bucket.orthogonalize);
 }
@@ -283,8 +279,7 @@ void step(const std::vector<Weight>& weights, const StepOptions& options) {
   }
 }
 
-std::vector<Tensor> accumulate_parts(
-    const std::vector<Weight>& parts, const StepOptions& options) {
+std::vector<Tensor> accumulate_parts(const std::vector<Weight>& parts, const StepOptions& options) {
   const at::NoGradGuard no_grad;
   std::vector<Tensor> directions;
   for (const auto& part : parts) {
@@ -311,7 +306,8 @@ std::vector<Tensor> orthogonalize_parts(
   std::vector<Tensor> results;
   for (const auto& weight : weights) {
     const auto precision = resolved(options.orthogonalize, weight.momentum.device()).precision;
-    results.push_back(at::zeros(weight.momentum.sizes(), weight.momentum.options().dtype(precision)));
+    results.push_back(
+        at::zeros(weight.momentum.sizes(), weight.momentum.options().dtype(precision)));
   }
   for (const auto& bucket : plan.buckets) {
     if (bucket.in_place) {
@@ -322,8 +318,7 @@ std::vector<Tensor> orthogonalize_parts(
     }
     const Tensor blocks = orthogonalize_gathered(bucket, weights, as_they_are);
     for (const auto& slot : bucket.slots) {
-      add_blocks(
-          results[slot.weight], weights[slot.weight], slot, slot_of_bucket(blocks, slot), 1);
+      add_blocks(results[slot.weight], weights[slot.weight], slot, slot_of_bucket(blocks, slot), 1);
     }
   }
   return results;

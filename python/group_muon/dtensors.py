@@ -58,6 +58,6 @@ def place_states(states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Lets loaded states lie as their weights do."""
     for weight, state in states.items():
         for key, value in state.items():
-            if key != "step" and isinstance(value, Tensor):
-                if is_sharded(value) or is_sharded(weight):
-                    state[key] = placed(value, weight)
+            sharded = is_sharded(value) or (isinstance(value, Tensor) and is_sharded(weight))
+            if key != "step" and sharded:
+                state[key] = placed(value, weight)

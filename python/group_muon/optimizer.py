@@ -258,7 +258,9 @@ class GroupMuon(torch.optim.Optimizer):
         """The weights in shards."""
         return [
             Entry(
-                parameter, f"{number} {name}", group["layout"] if group["algorithm"] == "muon" else "adamw"
+                parameter,
+                f"{number} {name}",
+                group["layout"] if group["algorithm"] == "muon" else "adamw",
             )
             for number, (group, names) in enumerate(self._named_groups())
             for parameter, name in zip(group["params"], names, strict=True)
@@ -348,7 +350,9 @@ class GroupMuon(torch.optim.Optimizer):
             if not self.state[tensor]:
                 group = groups[id(self._sharing.weight_of(piece))]
                 self.state[tensor].update(self._new_state(group, tensor))
-        self.state[self._sharing.weights[0]]  # an empty one: also a process without pieces has some state
+        self.state[
+            self._sharing.weights[0]
+        ]  # an empty one: also a process without pieces has some state
 
     def state_dict(self) -> dict[str, Any]:
         """If processes share the steps (process_group), all of them must call this together; each gets the whole state."""
@@ -359,14 +363,6 @@ class GroupMuon(torch.optim.Optimizer):
             return super().state_dict()
         finally:
             self.state = own
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch.distributed.checkpoint loads tensors in place, but puts other values below the number as a string.
-        merged: dict[Any, dict[str, Any]] = {}
-        for key, values in state_dict["state"].items():
-            number = int(key) if isinstance(key, str) and key.isdecimal() else key
-            merged[number] = {**merged.get(number, {}), **values}
-        super().load_state_dict({**state_dict, "state": merged})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharing is not None:
@@ -383,6 +379,7 @@ class GroupMuon(torch.optim.Optimizer):
             self._sharing = None
             self._shards = None
         super().__setstate__(state)
+        self._merge_numbered_states()
         self.defaults.pop("differentiable", None)  # torch adds it; it would go into the groups
         for group in self.param_groups:
             # A state saved by an older version lacks newer options.
@@ -392,6 +389,14 @@ class GroupMuon(torch.optim.Optimizer):
                 adamw.place_steps(group, self.state)
         place_states(self.state)
         self._divide_states()
+
+    def _merge_numbered_states(self) -> None:
+        """torch.distributed.checkpoint loads tensors in place, but puts other values below a weight's number as a
+        string."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        states: dict[Any, Any] = self.state
+        for key in [key for key in states if isinstance(key, str) and key.isdecimal()]:
+            states[weights[int(key)]].update(states.pop(key))
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         if not all("layout" in group for group in groups):

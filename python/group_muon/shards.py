@@ -7,7 +7,7 @@ directions go to it by one all-to-all, and the results come back by another."""
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -124,7 +124,7 @@ def _common(ours: _Runs, theirs: _Runs) -> tuple[_Runs, _Runs]:
 
 def _index(runs: _Runs, device: torch.device) -> slice | Tensor:
     """A slice if the runs are one."""
-    if all(a + n == b for (a, n), (b, _) in zip(runs, runs[1:], strict=False)):
+    if all(a + n == b for (a, n), (b, _) in pairwise(runs)):
         return slice(runs[0][0], runs[0][0] + _length(runs))
     positions = [i for first, count in runs for i in range(first, first + count)]
     return torch.tensor(positions, device=device)
@@ -376,7 +376,9 @@ class _Trade:
         first = 0
         for message in sorted(self._expected, key=self._place):
             tensor = message.tensor
-            part = self._received[first : first + tensor.nbytes].clone()  # begins where any type may
+            part = self._received[
+                first : first + tensor.nbytes
+            ].clone()  # begins where any type may
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
             first += tensor.nbytes
 
@@ -655,12 +657,14 @@ class Shards:
             _, weights_, grads, momenta, layouts, names, *_ = map(list, zip(*some, strict=True))
             found = _ops.accumulate_parts(weights_, grads, momenta, layouts, names, options)
             for shard, direction in zip(some, found, strict=True):
-                team, box = self._place_of(shard.number)
+                _, box = self._place_of(shard.number)
                 directions[shard.number] = direction.view([_length(runs) for runs in box])
                 updates[shard.number] = torch.empty_like(
                     directions[shard.number], dtype=_precision(options, direction.device)
                 )
-        teams = [team for team in self._teams.values() if not shards.keys().isdisjoint(team.numbers)]
+        teams = [
+            team for team in self._teams.values() if not shards.keys().isdisjoint(team.numbers)
+        ]
         steps_ = [_TeamStep(team, shards, directions, updates) for team in teams]
         for own in steps_:  # while directions are on their way
             own.step_whole()
@@ -669,12 +673,22 @@ class Shards:
         for own in steps_:
             own.finish()
         for options, some in _by_options(shards.values()).items():
-            _, weights_, _, _, layouts, names, partitions, steps, lrs, decays, sizes, lines, *_ = map(
-                list, zip(*some, strict=True)
+            _, weights_, _, _, layouts, names, partitions, steps, lrs, decays, sizes, lines, *_ = (
+                map(list, zip(*some, strict=True))
             )
             views = [updates[shard.number].view(shard.weight.shape) for shard in some]
             _ops.apply_parts(
-                weights_, views, layouts, names, partitions, steps, lrs, decays, sizes, lines, options
+                weights_,
+                views,
+                layouts,
+                names,
+                partitions,
+                steps,
+                lrs,
+                decays,
+                sizes,
+                lines,
+                options,
             )
             for shard in some:
                 self._write_back(self.entries[shard.number].weight, shard.weight)
@@ -720,7 +734,12 @@ class Shards:
             group,
             [
                 adamw.Shard(
-                    weight, grad, local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"], *at
+                    weight,
+                    grad,
+                    local(state["exp_avg"]),
+                    local(state["exp_avg_sq"]),
+                    state["step"],
+                    *at,
                 )
                 for weight, grad, state, at in shards
             ],

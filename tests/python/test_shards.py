@@ -183,7 +183,9 @@ def _odd(rank: int, processes: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", shape)
     for name, values in VARIANTS.items():
         options = dict(values)
-        groups = in_shards(variant("2:random:3", options.pop("dtype", torch.float32)), mesh, placements)
+        groups = in_shards(
+            variant("2:random:3", options.pop("dtype", torch.float32)), mesh, placements
+        )
         take_steps(groups, group_muon.GroupMuon(groups, **options), range(3))
         assert_same(groups, torch.load(f"{folder}/{name}.pt"), name)
 
@@ -201,7 +203,11 @@ def test_uneven_shards_and_other_options(tmp_path: Path, processes: int) -> None
 def _bytes(rank: int, processes: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (processes,))
     sent = []
-    for grouping, placements in (("3:random:4", Shard(0)), ("3:random", Shard(0)), ("all", Shard(1))):
+    for grouping, placements in (
+        ("3:random:4", Shard(0)),
+        ("3:random", Shard(0)),
+        ("all", Shard(1)),
+    ):
         weights = {name: nn.Parameter(torch.randn(96, 64)) for name in "qkv"}
         layout = group_muon.separate(12, 8, grouping)
         groups = [{"params": list(weights.items()), "layout": layout}]
@@ -389,7 +395,7 @@ def _model(kind: str) -> nn.Module:
 
 def _cut_model(model: nn.Module, how: str) -> None:
     if how == "fsdp":
-        kinds = ("GPT2Block", "GPT2Attention")
+        kinds = ("GPT2Block", "GPT2Attention", "Conv1D")
         for module in reversed([m for m in model.modules() if type(m).__name__ in kinds]):
             fully_shard(module)
         fully_shard(model)
@@ -414,19 +420,29 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _real_model(rank: int, processes: int, folder: str) -> None:
-    for kind, how in [("gpt2", "fsdp")] if processes == 2 else [("llama", "hsdp"), ("llama", "2-D")]:
+    for kind, how in (
+        [("gpt2", "fsdp")] if processes == 2 else [("llama", "hsdp"), ("llama", "2-D")]
+    ):
         model, alone = _model(kind), _model(kind)
-        options: Any = {"group_size": {"q": "3:random", "k": "3:random", "o": "2"}, "lr": 0.01, "adamw_weight_decay": 0.1}
+        options: Any = {
+            "group_size": {"q": "3:random", "k": "3:random", "o": "2"},
+            "lr": 0.01,
+            "adamw_weight_decay": 0.1,
+        }
         text, expected_text = io.StringIO(), io.StringIO()
         _cut_model(model, how)
         groups = group_muon.param_groups(model, options["group_size"], file=text)
         group_muon.param_groups(alone, options["group_size"], file=expected_text)
-        assert text.getvalue() == expected_text.getvalue()  # heads and roles are those of the whole model
+        assert (
+            text.getvalue() == expected_text.getvalue()
+        )  # heads and roles are those of the whole model
         assert "0 guessed, 0 unresolved" in text.getvalue()
         del groups
         optimizer = group_muon.GroupMuon(model, **options, verbose=False)
         reference = group_muon.GroupMuon(alone, **options, verbose=False)
-        replica = rank if how != "2-D" else rank // 2  # processes of a tensor-parallel group see the same data
+        replica = (
+            rank if how != "2-D" else rank // 2
+        )  # processes of a tensor-parallel group see the same data
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + replica)
             tokens = torch.randint(60, (2, 9), generator=generator)
@@ -436,8 +452,12 @@ def _real_model(rank: int, processes: int, folder: str) -> None:
             optimizer.step()
             reference.step()
             optimizer.zero_grad()
-            for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-                assert torch.equal(_whole(ours.detach()), theirs), f"{kind}, {how}, step {step}: {name}"
+            for (name, ours), theirs in zip(
+                model.named_parameters(), alone.parameters(), strict=True
+            ):
+                assert torch.equal(_whole(ours.detach()), theirs), (
+                    f"{kind}, {how}, step {step}: {name}"
+                )
         assert any(weight.to_local().numel() < weight.numel() for weight in model.parameters())  # type: ignore[operator]
 
 
@@ -486,9 +506,7 @@ def _save_and_load(how: str, processes: int, first: int, last: int, old: str, ne
     optimizer = group_muon.GroupMuon(groups, **shared)
 
     def state() -> dict[str, Any]:
-        own = (
-            optimizer.state_dict() if how == "plain" else get_optimizer_state_dict(net, optimizer)
-        )
+        own = optimizer.state_dict() if how == "plain" else get_optimizer_state_dict(net, optimizer)
         return {"model": net.state_dict(), "optimizer": own}
 
     if old[0] == "/":

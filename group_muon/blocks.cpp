@@ -42,11 +42,17 @@ Tensor select_rows(const Tensor& matrices, const Slot& slot) {
 
 // matrices[rows] += factor · update
 void add_rows(const Tensor& matrices, const Slot& slot, const Tensor& update, double factor) {
+  const int64_t dim = 1 + slot.axis;
+  const auto dtype = matrices.scalar_type();
   if (is_run(slot.rows)) {
-    select_rows(matrices, slot).add_(update, factor);
+    add_scaled(select_rows(matrices, slot), update, factor);
+  } else if (
+      at::isReducedFloatingType(dtype) || at::promote_types(dtype, update.scalar_type()) != dtype) {
+    Tensor rows = select_rows(matrices, slot);  // index_add_ would round the update first
+    add_scaled(rows, update, factor);
+    matrices.index_copy_(dim, index_of(slot, matrices.device()), rows);
   } else {
-    const Tensor index = index_of(slot, matrices.device());
-    matrices.index_add_(1 + slot.axis, index, update.to(matrices.scalar_type()), factor);
+    matrices.index_add_(dim, index_of(slot, matrices.device()), update.to(dtype), factor);
   }
 }
 
@@ -61,6 +67,15 @@ Tensor merge_groups(const Tensor& blocks, const Slot& slot) {
 }
 
 }  // namespace
+
+Tensor at_least_fp32(const Tensor& tensor) {
+  return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+}
+
+void add_scaled(const Tensor& tensor, const Tensor& update, double factor) {
+  const bool reduced = at::isReducedFloatingType(tensor.scalar_type());
+  tensor.add_(reduced ? at_least_fp32(update) : update, factor);
+}
 
 Tensor as_lines(const Tensor& tensor, const Weight& weight) {
   const Tensor matrices = as_matrices(tensor, weight);

@@ -22,6 +22,13 @@ void add_blocks(
     const at::Tensor& tensor, const Weight& weight, const Slot& slot, const at::Tensor& blocks,
     double factor);
 
+/// The tensor, in fp32 if it has fewer bits. torch's bf16 kernels round a factor for some elements of a tensor and not for
+/// others, depending on where they lie; arithmetic with fp32 does not.
+at::Tensor at_least_fp32(const at::Tensor& tensor);
+
+/// tensor += factor · update, computed for each element alike.
+void add_scaled(const at::Tensor& tensor, const at::Tensor& update, double factor);
+
 /// A slot's blocks of a bucket ([blocks, short, long]), in the shape of take_blocks(). A view.
 at::Tensor slot_of_bucket(const at::Tensor& bucket, const Slot& slot);
 

@@ -8,6 +8,7 @@
 #include "group_muon/optimizer.h"
 #include "group_muon/orthogonalize.h"
 #include "group_muon/roles.h"
+#include "group_muon/sharing.h"
 
 namespace group_muon {
 namespace {
@@ -16,6 +17,7 @@ using at::Tensor;
 using Floats = std::vector<double>;
 using Ints = std::vector<int64_t>;
 using Texts = std::vector<std::string>;
+using IntLists = std::vector<Ints>;
 
 StepOptions parse_step_options(const std::string& text) {
   return step_options(parse_options(text, Part::kStep));
@@ -131,6 +133,88 @@ void step_op(
          lrs[i], weight_decays[i], heads});
   }
   step(list, step_opts);
+}
+
+std::vector<Tensor> accumulate_parts_op(
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
+    const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
+    const std::string& options) {
+  const auto step_opts = parse_step_options(options);
+  warn_of_software_bf16(weights, step_opts.orthogonalize);
+  std::vector<Weight> parts;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_value(weights[i], names.at(i), step_opts.average);
+    check_grad(weights[i], grads.at(i), names[i]);
+    check_momentum(weights[i], momentum_buffers.at(i), names[i]);
+    parts.push_back(
+        {.value = weights[i],
+         .grad = grads[i],
+         .momentum = momentum_buffers[i],
+         .layout = parse_layout(layouts.at(i)),
+         .name = names[i],
+         .partition = {}});
+  }
+  return accumulate_parts(parts, step_opts);
+}
+
+std::vector<Tensor> orthogonalize_parts_op(
+    const std::vector<Tensor>& directions, const Texts& layouts, const Texts& names,
+    const Texts& partitions, const Ints& seen_steps, const IntLists& sizes, const Texts& owned,
+    const std::string& options) {
+  std::vector<Weight> weights;
+  for (size_t i = 0; i < directions.size(); ++i) {
+    weights.push_back(
+        {.value = directions[i],
+         .grad = directions[i],
+         .momentum = directions[i],
+         .layout = checked(parse_layout(layouts.at(i)), sizes.at(i), names.at(i)),
+         .name = names[i],
+         .partition = partitions.at(i),
+         .step = seen_steps.at(i),
+         .owned = owned_heads_of(owned.at(i), layouts[i])});
+  }
+  return orthogonalize_parts(weights, parse_step_options(options));
+}
+
+void apply_parts_op(
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& updates, const Texts& layouts,
+    const Texts& names, const Texts& partitions, const Ints& seen_steps, const Floats& lrs,
+    const Floats& weight_decays, const IntLists& sizes, const IntLists& runs,
+    const std::string& options) {
+  std::vector<Weight> parts;
+  std::vector<HeldLines> lines;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    parts.push_back(
+        {.value = weights[i],
+         .grad = weights[i],
+         .momentum = weights[i],
+         .layout = checked(parse_layout(layouts.at(i)), sizes.at(i), names.at(i)),
+         .name = names[i],
+         .partition = partitions.at(i),
+         .step = seen_steps.at(i),
+         .lr = lrs.at(i),
+         .weight_decay = weight_decays.at(i)});
+    lines.push_back({sizes[i], runs.at(i)});
+  }
+  apply_parts(parts, lines, updates, parse_step_options(options));
+}
+
+// Matrices, rows and columns of a weight; then segment, heads, runs of lines and estimated work of its smallest pieces.
+std::tuple<Ints, Ints, IntLists, IntLists, Floats> smallest_pieces_op(
+    const std::string& layout, const Ints& sizes, const std::string& name) {
+  SharedWeight weight{.name = name, .sizes = sizes};
+  weight.layout = checked(parse_layout(layout), sizes, name);
+  const auto [count, rows, cols] = matrix_shape(sizes, weight.layout, name);
+  Ints segments;
+  IntLists heads, lines;
+  Floats work;
+  for (const auto& piece : smallest_pieces(weight)) {
+    segments.push_back(static_cast<int64_t>(piece.segment));
+    heads.push_back(piece.heads);
+    lines.push_back(runs_of_lines(weight, piece));
+    work.push_back(piece.work);
+  }
+  return {{count, rows, cols}, segments, heads, lines, work};
 }
 
 Weight weight_of(
@@ -285,6 +369,23 @@ TORCH_LIBRARY(group_muon, m) {
       "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, str[] layouts, "
       "str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] weight_decays, "
       "str[] owned, str options) -> ()");
+  m.def(
+      "accumulate_parts(Tensor[] weights, Tensor[] grads, Tensor(a!)[] momentum_buffers, str[] "
+      "layouts, str[] names, str options) -> Tensor[]",
+      accumulate_parts_op);
+  m.def(
+      "orthogonalize_parts(Tensor(a!)[] directions, str[] layouts, str[] names, str[] partitions, "
+      "int[] seen_steps, int[][] sizes, str[] owned, str options) -> Tensor[]",
+      orthogonalize_parts_op);
+  m.def(
+      "apply_parts(Tensor(a!)[] weights, Tensor[] updates, str[] layouts, str[] names, str[] "
+      "partitions, int[] seen_steps, float[] lrs, float[] weight_decays, int[][] sizes, int[][] "
+      "lines, str options) -> ()",
+      apply_parts_op);
+  m.def(
+      "smallest_pieces(str layout, int[] sizes, str name) -> (int[], int[], int[][], int[][], "
+      "float[])",
+      smallest_pieces_op);
   m.def("orthogonalize(Tensor blocks, str options) -> Tensor");
   m.def(
       "check(Tensor[] weights, Tensor?[] grads, str[] names, str layout, str options) -> ()",

@@ -153,6 +153,10 @@ std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options) {
   return slots;
 }
 
+bool is_stepped_in_place(const Weight& weight, const StepOptions& options) {
+  return can_be_in_place(weight, resolved(options.orthogonalize, weight.momentum.device()));
+}
+
 Plan make_plan(
     const std::vector<Weight>& weights, const StepOptions& options, int64_t max_elements) {
   Plan plan;

@@ -94,6 +94,9 @@ MatrixShape shape_of(const Weight& weight);
 /// The groups of each segment of a weight at its step.
 std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options);
 
+/// Whether our own engine steps the weight in place, without gathering its blocks.
+bool is_stepped_in_place(const Weight& weight, const StepOptions& options);
+
 /// Plans a step. Reads no tensor data. A gathered bucket holds at most about `max_elements`: 32 MB in fp32 stay close
 /// to the cache, and the workspace does not grow with the model.
 Plan make_plan(

@@ -86,21 +86,27 @@ void cut_stack(const Piece& all, double largest, std::vector<Piece>& pieces) {
   }
 }
 
+// These heads of a segment, in one matrix.
+Piece piece_of_heads(const SharedWeight& weight, size_t index, std::vector<int64_t> heads) {
+  const auto& segment = weight.layout.segments.at(index);
+  const auto number = static_cast<int64_t>(heads.size());
+  Piece piece;
+  piece.segment = index;
+  std::sort(heads.begin(), heads.end());
+  piece.heads = std::move(heads);
+  piece.elements = number * segment.head_rows * lines_of(weight).length;
+  piece.work = heads_work(weight, segment, number);
+  return piece;
+}
+
 // Heads of each segment, in sets that no group ever crosses. Neighbouring sets stay together while they are small.
 void cut_heads(
     const SharedWeight& weight, const Piece& all, double largest, std::vector<Piece>& pieces) {
-  const int64_t length = lines_of(weight).length;
   for (size_t i = 0; i < weight.layout.segments.size(); ++i) {
     const auto& segment = weight.layout.segments[i];
     const auto add = [&](std::vector<int64_t> heads) {
-      Piece piece = all;
-      const auto number = static_cast<int64_t>(heads.size());
-      std::sort(heads.begin(), heads.end());
-      piece.segment = i;
-      piece.heads = std::move(heads);
-      piece.elements = number * segment.head_rows * length;
-      piece.work = heads_work(weight, segment, number);
-      pieces.push_back(std::move(piece));
+      pieces.push_back(piece_of_heads(weight, i, std::move(heads)));
+      pieces.back().weight = all.weight;
     };
     std::vector<int64_t> heads;
     for (const auto& set : separable_heads(segment.num_heads(), segment.schedule)) {
@@ -231,6 +237,40 @@ double update_work(const SharedWeight& weight) {
   const auto elements = static_cast<double>(elements_of(weight));
   if (weight.adamw || elements == 0) return kElementWork * elements;
   return matrix_work(weight) * static_cast<double>(shape_of(weight).count);
+}
+
+std::vector<Piece> smallest_pieces(const SharedWeight& weight) {
+  if (weight.layout.segments.empty()) {
+    Piece piece = whole(weight, 0);
+    const auto stacked = piece.matrices;
+    piece.matrices = 1;
+    piece.elements /= std::max<int64_t>(1, stacked);
+    piece.work /= static_cast<double>(std::max<int64_t>(1, stacked));
+    return {piece};
+  }
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < weight.layout.segments.size(); ++i) {
+    const auto& segment = weight.layout.segments[i];
+    for (auto& heads : separable_heads(segment.num_heads(), segment.schedule)) {
+      pieces.push_back(piece_of_heads(weight, i, std::move(heads)));
+    }
+  }
+  return pieces;
+}
+
+std::vector<int64_t> runs_of_lines(const SharedWeight& weight, const Piece& piece) {
+  if (piece.heads.empty()) return {0, lines_of(weight).count};
+  const auto& segment = weight.layout.segments.at(piece.segment);
+  std::vector<int64_t> runs;
+  for (const auto head : piece.heads) {
+    const auto first = segment.head_starts[head];
+    if (!runs.empty() && runs.back() + runs[runs.size() - 2] == first) {
+      runs.back() += segment.head_rows;
+    } else {
+      runs.insert(runs.end(), {first, segment.head_rows});
+    }
+  }
+  return runs;
 }
 
 std::vector<Piece> share_weights(const std::vector<SharedWeight>& weights, int processes) {

@@ -46,6 +46,13 @@ double block_work(int64_t m, int64_t n);
 /// Estimated operations of a whole weight's update.
 double update_work(const SharedWeight& weight);
 
+/// The smallest pieces of the first of a weight's stacked matrices that can be stepped separately: sets of heads that no
+/// grouping ever joins; without segments the whole matrix. Nobody owns them yet.
+std::vector<Piece> smallest_pieces(const SharedWeight& weight);
+
+/// The rows (or columns) of a matrix that a piece has, in ascending order of its heads: first and number of each run.
+std::vector<int64_t> runs_of_lines(const SharedWeight& weight, const Piece& piece);
+
 /// Cuts the weights and gives each piece to a process: Muon's pieces by work, the most expensive first, each to the process
 /// with the least; a weight is cut if it is too large for an even share. AdamW's pieces fill up, so that all processes
 /// own about as many elements.

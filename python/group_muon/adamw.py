@@ -1,12 +1,18 @@
 """AdamW for the weights that are not matrices: the step of torch.optim.AdamW(fused=True), group by group."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from group_muon.dtensors import zeros_like
+
+# torch's vectorized kernel computes the last elements of a tensor, which do not fill a vector, otherwise than the others.
+# No vector has more elements.
+ALIGNED = 64
 
 _State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -45,13 +51,33 @@ def _step(weights: list[Tensor], group: Mapping[str, Any], state: _State, fused:
     if not weights:
         return
     states = [_state_of(weight, state) for weight in weights]
-    adamw(
+    _call(
+        group,
         weights,
         [_grad_of(weight) for weight in weights],
         [own["exp_avg"] for own in states],
         [own["exp_avg_sq"] for own in states],
-        [],
         [own["step"] for own in states],
+        fused,
+    )
+
+
+def _call(
+    group: Mapping[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    fused: bool,
+) -> None:
+    adamw(
+        weights,
+        grads,
+        averages,
+        squares,
+        [],
+        steps,
         fused=fused,
         foreach=None if fused else False,
         amsgrad=False,
@@ -62,6 +88,54 @@ def _step(weights: list[Tensor], group: Mapping[str, Any], state: _State, fused:
         eps=group["eps"],
         maximize=group["maximize"],
     )
+
+
+class Shard(NamedTuple):
+    """A part of a weight; contiguous tensors."""
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    last: list[int]  # where its last elements, up to ALIGNED, lie in the flattened weight
+    elements: int  # of the whole weight
+
+
+def step_shards(group: Mapping[str, Any], shards: Sequence[Shard]) -> None:
+    """Steps each element as in a whole weight: by a vector or not."""
+    calls: list[tuple[list[Tensor], Tensor]] = []  # weight, gradient, averages; step
+    copies = []
+    for shard in shards:
+        flat = [tensor.view(-1) for tensor in shard[:4]]
+        count, end = shard.weight.numel(), shard.elements - shard.elements % ALIGNED
+        tail = [place - end for place in shard.last if place >= end]
+        body = count - len(tail)
+        even = body - body % ALIGNED
+        if even:
+            calls.append(([tensor[:even] for tensor in flat], shard.step.clone()))
+        for begin, places, size in (
+            (even, range(body - even), ALIGNED),
+            (body, tail, shard.elements - end),
+        ):
+            if len(places) == 0:
+                continue
+            at = torch.tensor(places, device=shard.weight.device)
+            parts = [tensor[begin : begin + len(places)] for tensor in flat]
+            padded = [part.new_zeros(size).index_copy_(0, at, part) for part in parts]
+            calls.append((padded, shard.step.clone()))
+            copies.append((parts, padded, at))
+    if calls:
+        device = shards[0].weight.device.type
+        fused = device in _get_fused_kernels_supported_devices()
+        columns = [list(column) for column in zip(*(tensors for tensors, _ in calls), strict=True)]
+        weights, grads, averages, squares = columns
+        _call(group, weights, grads, averages, squares, [step for _, step in calls], fused)
+    for parts, padded, at in copies:
+        for i in (0, 2, 3):  # all but the gradient
+            parts[i].copy_(padded[i][at])
+    for shard in shards:
+        shard.step.add_(1)
 
 
 # torch's fused kernel walks through memory and does not look at strides: weight, gradient and state must have the same.
@@ -81,10 +155,16 @@ def _state_of(weight: Tensor, state: _State) -> dict[str, Any]:
     """The state of a weight, with the names and types of torch.optim.AdamW(fused=True)."""
     own = state[weight]
     if not own:
-        own["step"] = weight.new_zeros((), dtype=torch.float32)
-        own["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        own["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        own |= new_state(weight)
     return own
+
+
+def new_state(weight: Tensor) -> dict[str, Any]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+        "exp_avg": zeros_like(weight),
+        "exp_avg_sq": zeros_like(weight),
+    }
 
 
 def place_steps(group: Mapping[str, Any], state: _State) -> None:

@@ -15,6 +15,7 @@ from group_muon.choices import (
     Wanted,
     adapter_choices,
     bare,
+    class_name,
     segments_of,
     stored_in_by_out,
     weight_of,
@@ -146,7 +147,7 @@ def _choices_at(site: Site, inside: bool) -> dict[int, Choice]:
                 break
         else:
             if named_attention(site.module) or (not inside and declares_heads(site.module)):
-                kind = type(site.module).__name__
+                kind = class_name(site.module)
                 raise UnresolvedError(f"{kind} is not a known kind of attention")
     except UnresolvedError as reason:
         found = [_Found(p, str(reason)) for p in _all_projections(site.module)]
@@ -172,7 +173,7 @@ def _choice(site: Site, found: _Found) -> Choice:
     choice = Choice("attention", why, layout, found.state)
     # Separate Q and K weights share a partition by drawing it under the same name.
     if site.wanted.share_qk and {"q", "k", "nope"} & set(segments_of(layout)):
-        choice.partition = site.name or type(site.module).__name__
+        choice.partition = site.name or class_name(site.module)
     return choice
 
 
@@ -323,7 +324,7 @@ def _c_attn(site: Site) -> list[_Found] | None:
         found = [_one(site, query, "q", sizes), _key_value(site, projection, sizes)]
     else:
         found = [_qkv(site, projection, kind, sizes)]
-    if site.family not in _C_ATTN and type(site.module).__name__ != "CausalSelfAttention":
+    if site.family not in _C_ATTN and class_name(site.module) != "CausalSelfAttention":
         for item in found:
             item.state, item.why = GUESSED, f"{item.why}, in GPT-2's order by its name"
     return found + _output(site, sizes)
@@ -352,7 +353,7 @@ def _fused(site: Site) -> list[_Found] | None:
     elif name in _PACKED or name.removeprefix("timm.") in _PACKED_IN_TIMM:
         kind = "packed"
     else:
-        where = f"'{name}'" if name else type(site.module).__name__
+        where = f"'{name}'" if name else class_name(site.module)
         raise UnresolvedError(f"the row order of fused weights in {where} is unknown")
     beside = [
         _one(site, p, segment, sizes)
@@ -418,7 +419,7 @@ def _output(site: Site, sizes: Sizes) -> list[_Found]:
     """The output projection, whose heads are columns. In BERT's family it lies beside the module."""
     projection = _projection(site.module, *_OUTPUT)
     parent = site.parent
-    if projection is None and type(parent).__name__.lower().endswith("attention"):
+    if projection is None and class_name(parent).lower().endswith("attention"):
         beside = getattr(parent, "output", None)
         if isinstance(beside, nn.Module) and isinstance(parent, nn.Module):
             projection = _projection(beside, "dense") or _projection(parent, "output")

@@ -91,6 +91,12 @@ def ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith("." + end)
 
 
+def class_name(module: object) -> str:
+    """The name of a module's class; fully_shard (FSDP2) puts one of its own before it."""
+    kinds = type(module).__mro__
+    return kinds[2 if kinds[1].__name__ == "FSDPModule" else 0].__name__
+
+
 def family(module: nn.Module, config: object = None) -> str:
     """The transformers folder or timm file that defines a class, else the config's model type, or ""."""
     for cls in type(module).__mro__:
@@ -104,7 +110,7 @@ def family(module: nn.Module, config: object = None) -> str:
 
 def stored_in_by_out(module: nn.Module) -> bool:
     """Hugging Face's Conv1D, which is a linear layer."""
-    return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+    return class_name(module) == "Conv1D" and not isinstance(module, nn.Conv1d)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:

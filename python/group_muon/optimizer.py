@@ -1,7 +1,6 @@
 """GroupMuon as a torch.optim.Optimizer: Muon's groups by the operator group_muon::step_, AdamW's by torch."""
 
 import inspect
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -12,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from group_muon import adamw, contract, takeover
+from group_muon.dtensors import is_sharded, place_states, placed, zeros_like
 from group_muon.models import param_groups
 from group_muon.options import as_text, shared
+from group_muon.shards import Entry, Shards
 from group_muon.sharing import Sharing
 
 _ops = torch.ops.group_muon
@@ -22,6 +23,12 @@ _Loss = TypeVar("_Loss")
 # Arguments of step_ for one weight: parameter, gradient, momentum buffer, layout, name, partition,
 # step, lr, weight decay and, if it is a piece, the heads in it.
 _Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, str]
+
+
+def _divided(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those in shards, and the others."""
+    tensors = list(tensors)
+    return [t for t in tensors if is_sharded(t)], [t for t in tensors if not is_sharded(t)]
 
 
 class _Unit(NamedTuple):
@@ -38,15 +45,6 @@ class _State(TypedDict):
 
     step: int
     momentum_buffer: Tensor
-
-
-def _refuse_dtensor(parameter: Tensor, name: str) -> None:
-    module = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing is a DTensor
-    if module is not None and isinstance(parameter, module.DTensor):
-        raise TypeError(
-            f"group_muon: parameter '{name}' is a DTensor. Heads would be cut from the local shard "
-            "instead of the whole weight, so GroupMuon does not support sharded weights; pass whole ones."
-        )
 
 
 def _refuse_vector(parameter: Tensor, name: str) -> None:
@@ -189,7 +187,8 @@ class GroupMuon(torch.optim.Optimizer):
         partial: accept groups of param_groups that lack some of the model's weights.
         process_group: processes (of torch.distributed) that share every step: each keeps the state of its own pieces
             of the weights, computes their new values and sends them to the others. All must call step and
-            state_dict together.
+            state_dict together. Not for DTensor weights (FSDP2, tensor parallelism), which say by themselves
+            where they lie: all processes of their meshes must call step together.
         gradients: with process_group, what the gradients are: local (of each process's own batch; the step averages
             them) or averaged (already, as by DistributedDataParallel).
     """
@@ -236,7 +235,7 @@ class GroupMuon(torch.optim.Optimizer):
         for key in ("partial", "process_group", "gradients"):
             del defaults[key]
         self._sharing: Sharing | None = None
-        self._own_state: MutableMapping[Tensor, Any] = defaultdict(dict)
+        self._shards: Shards | None = None
         defaults |= {"betas": adamw_betas, "algorithm": "muon"}
         # Options that an AdamW group has under the same names, with other defaults.
         self.adamw_defaults = {
@@ -252,9 +251,57 @@ class GroupMuon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         if process_group is not None:
             self._share(process_group, gradients)
+        elif self._entries():
+            self._plan_shards()
+
+    def _entries(self) -> list[Entry]:
+        """The weights in shards."""
+        return [
+            Entry(
+                parameter,
+                f"{number} {name}",
+                group["layout"] if group["algorithm"] == "muon" else "adamw",
+            )
+            for number, (group, names) in enumerate(self._named_groups())
+            for parameter, name in zip(group["params"], names, strict=True)
+            if is_sharded(parameter)
+        ]
+
+    def _plan_shards(self) -> None:
+        """Plans the steps of weights in shards. Their state exists from now on: loaders of distributed checkpoints want
+        it, and would otherwise make it by a step."""
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                self._settle_precision(group, group["params"])
+        self._shards = Shards(self._entries(), self._options_text())
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if is_sharded(weight) and not weight.is_meta and not self.state[weight]:
+                    self.state[weight].update(self._new_state(group, weight))
+
+    def _options_text(self) -> str:
+        """The options that processes must share."""
+        return " | ".join(
+            as_text({"lr": group["lr"], "weight_decay": group["weight_decay"], **shared(group)})
+            + f" maximize={group['maximize']} partitions={group['partitions']}"
+            if group["algorithm"] == "muon"
+            else f"adamw {[float(group['lr']), *map(float, group['betas'])]} {group['eps']} {group['weight_decay']}"
+            for group in self.param_groups
+        )
+
+    @staticmethod
+    def _new_state(group: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+        if group["algorithm"] == "adamw":
+            return adamw.new_state(weight)
+        return {"step": 0, "momentum_buffer": zeros_like(weight)}
 
     def _share(self, process_group: "torch.distributed.ProcessGroup", gradients: str) -> None:
         """Plans who owns what, and divides the states."""
+        if self._entries():
+            raise ValueError(
+                "group_muon: process_group is for weights that every process holds whole, but some are DTensors (FSDP2, "
+                "tensor parallelism), whose steps are shared anyway; remove process_group"
+            )
         weights, names = [], []
         for number, (group, own_names) in enumerate(self._named_groups()):
             weights += group["params"]
@@ -286,27 +333,36 @@ class GroupMuon(torch.optim.Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process has sent to others so far; 0 if no processes share the steps."""
-        return 0 if self._sharing is None else self._sharing.bytes_sent
+        sharing = self._sharing or self._shards
+        return 0 if sharing is None else sharing.bytes_sent
 
     def _divide_states(self) -> None:
-        """Keeps the own pieces of the states, if steps are shared."""
+        """Keeps the own pieces of whole states, if steps are shared. Those without a state get one: loaders of
+        distributed checkpoints want it, and would otherwise make it by a step."""
         if self._sharing is None:
             return
         if self._sharing.layouts != self._shared_layouts():  # other groups may need other pieces
             self._share(self._sharing.group, self._sharing.gradients)
-        else:
-            self._own_state = defaultdict(dict, self._sharing.take(self.state))
-            self.state.clear()
+            return
+        self.state = defaultdict(dict, self._sharing.take(self.state))
+        groups = {id(weight): group for group in self.param_groups for weight in group["params"]}
+        for piece, tensor in self._sharing.pieces.items():
+            if not self.state[tensor]:
+                group = groups[id(self._sharing.weight_of(piece))]
+                self.state[tensor].update(self._new_state(group, tensor))
+        self.state[
+            self._sharing.weights[0]
+        ]  # an empty one: also a process without pieces has some state
 
     def state_dict(self) -> dict[str, Any]:
-        """If processes share the steps, all of them must call this together; each gets the whole state."""
+        """If processes share the steps (process_group), all of them must call this together; each gets the whole state."""
         if self._sharing is None:
             return super().state_dict()
-        self.state.update(self._sharing.gather(self._own_state))
+        own, self.state = self.state, defaultdict(dict, self._sharing.gather(self.state))
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self.state = own
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharing is not None:
@@ -321,8 +377,9 @@ class GroupMuon(torch.optim.Optimizer):
             self._check_loaded(state["param_groups"])
         else:
             self._sharing = None
-            self._own_state = defaultdict(dict)
+            self._shards = None
         super().__setstate__(state)
+        self._merge_numbered_states()
         self.defaults.pop("differentiable", None)  # torch adds it; it would go into the groups
         for group in self.param_groups:
             # A state saved by an older version lacks newer options.
@@ -330,7 +387,16 @@ class GroupMuon(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if group["algorithm"] == "adamw":
                 adamw.place_steps(group, self.state)
+        place_states(self.state)
         self._divide_states()
+
+    def _merge_numbered_states(self) -> None:
+        """torch.distributed.checkpoint loads tensors in place, but puts other values below a weight's number as a
+        string."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        states: dict[Any, Any] = self.state
+        for key in [key for key in states if isinstance(key, str) and key.isdecimal()]:
+            states[weights[int(key)]].update(states.pop(key))
 
     def _check_loaded(self, groups: list[dict[str, Any]]) -> None:
         if not all("layout" in group for group in groups):
@@ -391,7 +457,7 @@ class GroupMuon(torch.optim.Optimizer):
                 + (", ".join(known) or "none")
             )
         if self._sharing is not None:
-            self.state.update(self._sharing.gather(self._own_state))
+            self.state = defaultdict(dict, self._sharing.gather(self.state))
         for group, layout in changes:
             group["layout"] = layout
         self._divide_states()
@@ -426,7 +492,20 @@ class GroupMuon(torch.optim.Optimizer):
                 )
             self._sharing.step(self._step_pieces)
             return
+        self._agree()
         self._step_units(self._units(), self.state)
+
+    def _agree(self) -> None:
+        """Before a step: weights in shards are planned, and processes compare what they do."""
+        entries = self._entries()
+        if not entries:
+            return
+        if self._shards is None:
+            self._plan_shards()
+        active = [entry.weight for entry in entries if entry.weight.grad is not None]
+        steps = [int(self.state[entry.weight].get("step", 0)) for entry in entries]
+        options = f"{self._options_text()} steps={steps}"
+        cast(Shards, self._shards).agree(entries, options, active)
 
     def _units(self) -> list[tuple[dict[str, Any], list[_Unit]]]:
         """The weights with gradients, by group."""
@@ -461,7 +540,7 @@ class GroupMuon(torch.optim.Optimizer):
             number, name, partition = places[id(sharing.weight_of(piece))]
             heads = sharing.owned_heads_of(piece)
             units[number][1].append(_Unit(sharing.pieces[piece], name, partition, heads))
-        self._step_units(units, self._own_state)
+        self._step_units(units, self.state)
 
     def _step_units(
         self,
@@ -472,10 +551,19 @@ class GroupMuon(torch.optim.Optimizer):
         batches = self._batches(units, states)
         for group, some in units:
             if group["algorithm"] == "adamw":
-                adamw.step({**group, "params": [unit.tensor for unit in some]}, states)
+                sharded, whole = _divided([unit.tensor for unit in some])
+                adamw.step({**group, "params": whole}, states)
+                if sharded:
+                    cast(Shards, self._shards).step_adamw(group, sharded, states)
+        in_shards = {}
         for options, weights in batches.items():
-            if weights:
-                _ops.step_(*map(list, zip(*weights, strict=True)), options)
+            in_shards[options] = [weight for weight in weights if is_sharded(weight[0])]
+            whole_weights = [weight for weight in weights if not is_sharded(weight[0])]
+            if whole_weights:
+                _ops.step_(*map(list, zip(*whole_weights, strict=True)), options)
+        if any(in_shards.values()):
+            cast(Shards, self._shards).step(in_shards)
+        for weights in batches.values():
             for parameter, *_ in weights:
                 states[parameter]["step"] += 1
 
@@ -517,7 +605,8 @@ class GroupMuon(torch.optim.Optimizer):
             for parameter, name in zip(group["params"], names, strict=True)
         ]
         for parameter, loaded in takeover.momentum_of(muon, ours):
-            self._state_of(parameter, self.state)["momentum_buffer"].copy_(loaded)
+            momentum = self._state_of(parameter, self.state)["momentum_buffer"]
+            momentum.copy_(placed(loaded, parameter))
         self._divide_states()
 
     def _named_groups(self, algorithm: str = "") -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -535,9 +624,7 @@ class GroupMuon(torch.optim.Optimizer):
         state = states[parameter]
         if not state:
             state["step"] = 0
-            state["momentum_buffer"] = torch.zeros_like(
-                parameter, memory_format=torch.preserve_format
-            )
+            state["momentum_buffer"] = zeros_like(parameter)
         return state
 
     @staticmethod
@@ -559,7 +646,6 @@ class GroupMuon(torch.optim.Optimizer):
             adamw.check(group, names)
             return
         for parameter, name in zip(group["params"], names, strict=True):
-            _refuse_dtensor(parameter, name)
             _refuse_vector(parameter, name)
         partitions = group["partitions"]
         if partitions is not None and len(partitions) != len(group["params"]):

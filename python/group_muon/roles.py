@@ -16,6 +16,7 @@ from group_muon.choices import (
     Wanted,
     adapter_choices,
     bare,
+    class_name,
     family,
     stored_in_by_out,
     weight_of,
@@ -154,7 +155,7 @@ def _last_matrix(module: nn.Module) -> Tensor | None:
         own = getattr(module, "weight", None)
         table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         return own if isinstance(own, Tensor) and own.dim() >= 2 and not table else None
-    if any("attention" in type(m).__name__.lower() for m in module.modules()):
+    if any("attention" in class_name(m).lower() for m in module.modules()):
         return None
     return weight_of(inner[-1])
 
@@ -236,7 +237,7 @@ def _named(place: Place) -> str:
 
 def _parameter(place: Place, wanted: Wanted) -> Choice:
     attribute, parameter = place.attribute, place.parameter
-    named, kind = _named(place), type(place.owner).__name__
+    named, kind = _named(place), class_name(place.owner)
     role = _ops.role_by_name(named)
     if role == "constant":
         return Choice("other", "state-space constant, not a matrix")
@@ -264,8 +265,8 @@ def _parameter(place: Place, wanted: Wanted) -> Choice:
 
 
 def _among_experts(place: Place) -> bool:
-    names = f"{place.name} {type(place.owner).__name__}".lower()
-    router = re.search(r"router|gate$", type(place.owner).__name__.lower())
+    names = f"{place.name} {class_name(place.owner)}".lower()
+    router = re.search(r"router|gate$", class_name(place.owner).lower())
     return "expert" in names and not router
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -77,11 +78,19 @@ def test_every_page_is_in_the_index():
 @pytest.mark.parametrize(
     "name", ["README.md", *(f"docs/{n}.md" for n in ("python", "layouts", "theory"))]
 )
-def test_python_blocks_run(name, capsys):
+def test_python_blocks_run(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:  # as torchrun sets them
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    where = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for key, value in where.items():
+        monkeypatch.setenv(key, str(value))
     found = blocks(page(name), "python")
     assert found
     for block in found:
-        exec(block, {"model": gpt2()})
+        tokens = torch.randint(64, (2, 8))
+        exec(block, {"model": gpt2(), "batch": {"input_ids": tokens, "labels": tokens}})
 
 
 def test_the_readmes_python_trains_and_prints_the_table(capsys):

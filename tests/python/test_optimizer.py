@@ -630,19 +630,3 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is not a matrix"):
             optimizer.add_param_group({"params": [parameter(4)]})
         assert len(optimizer.param_groups) == 1
-
-    def test_dtensor(self, tmp_path):
-        import torch.distributed as dist
-        from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-        dist.init_process_group(
-            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-        )
-        try:
-            w = nn.Parameter(
-                distribute_tensor(torch.randn(8, 4), DeviceMesh("cpu", [0]), [Shard(0)])
-            )
-            with pytest.raises(TypeError, match="parameter 'w' is a DTensor"):
-                GroupMuon([("w", w)])
-        finally:
-            dist.destroy_process_group()

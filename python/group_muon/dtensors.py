@@ -1,0 +1,63 @@
+"""Tensors that may be DTensors, whose elements lie in shards on several processes."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing is a DTensor
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def zeros_like(weight: Tensor) -> Tensor:
+    """Zeros that lie as the weight does."""
+    if not is_sharded(weight):
+        return torch.zeros_like(weight, memory_format=torch.preserve_format)
+    from torch.distributed.tensor import DTensor
+
+    like: Any = weight
+    return DTensor.from_local(
+        torch.zeros_like(local(weight), memory_format=torch.contiguous_format),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def local(tensor: Any) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
+
+
+def placed(tensor: Any, like: Any) -> Tensor:
+    """The tensor, lying as `like` does: whole, or in the same shards."""
+    if is_sharded(tensor):
+        if is_sharded(like) and tensor.device_mesh == like.device_mesh:
+            return tensor.redistribute(like.device_mesh, like.placements)
+        tensor = tensor.full_tensor()
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    if tensor.shape != like.shape:
+        raise ValueError(
+            f"group_muon: a state of shape {list(tensor.shape)} does not fit a weight of shape {list(like.shape)}"
+        )
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def place_states(states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Lets loaded states lie as their weights do."""
+    for weight, state in states.items():
+        for key, value in state.items():
+            sharded = is_sharded(value) or (isinstance(value, Tensor) and is_sharded(weight))
+            if key != "step" and sharded:
+                state[key] = placed(value, weight)

@@ -13,5 +13,6 @@ void add_sample(CLI::App& app);
 void add_analyze(CLI::App& app);
 void add_study(CLI::App& app);
 void add_report(CLI::App& app);
+void add_plan(CLI::App& app);
 
 }  // namespace cli

@@ -75,6 +75,7 @@ int main(int argc, char** argv) {
   cli::add_analyze(app);
   cli::add_study(app);
   cli::add_report(app);
+  cli::add_plan(app);
   app.name("group-muon");
   try {
     auto words = cli::checked_words(app, argc, argv);

@@ -42,9 +42,7 @@ Tensor gram_factor(
 }
 
 Tensor gram_newton_schulz(Tensor x, const OrthogonalizeOptions& options) {
-  const double limit = x.scalar_type() == at::kBFloat16 ? kTightCondition : kFloatCondition;
-  auto bounds =
-      options.restarts.empty() ? gram_restarts(options.coefficients, limit) : options.restarts;
+  auto bounds = portable_restarts(options);
   bounds.push_back(static_cast<int64_t>(options.coefficients.size()));
   auto begin = options.coefficients.begin();
   const bool wide = options.method == Method::kAccurateGram && x.scalar_type() == at::kBFloat16;
@@ -80,6 +78,12 @@ Tensor orthogonalize_wide(const Tensor& x, const OrthogonalizeOptions& options) 
 }
 
 }  // namespace
+
+std::vector<int64_t> portable_restarts(const OrthogonalizeOptions& options) {
+  if (!options.restarts.empty()) return options.restarts;
+  const double limit = options.precision == at::kBFloat16 ? kTightCondition : kFloatCondition;
+  return gram_restarts(options.coefficients, limit);
+}
 
 // Divides by the largest entry first, because squares of entries below 1e-19 underflow in fp32.
 Tensor normalized(const Tensor& x, const OrthogonalizeOptions& options) {

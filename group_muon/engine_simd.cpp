@@ -16,34 +16,6 @@ namespace {
 using at::Tensor;
 using c10::BFloat16;
 
-// Steps after which to restart. Nearly square blocks restart after every step: products with X then cost no more than
-// those of the small matrices, and rounding is smallest. In other blocks, if one direction has much of the norm,
-// small directions are lost in the rounding of R and the error grows with each step. Such dominated blocks restart
-// more often.
-struct Restarts {
-  std::vector<int64_t> of_dominated;
-  std::vector<int64_t> of_others;
-
-  bool differ() const { return of_dominated != of_others; }
-};
-
-Restarts restarts_for(int64_t short_side, int64_t long_side, const OrthogonalizeOptions& options) {
-  constexpr double kNearlySquare = 1.5;
-  if (!options.restarts.empty()) return {options.restarts, options.restarts};
-  if (static_cast<double>(long_side) < kNearlySquare * static_cast<double>(short_side)) {
-    std::vector<int64_t> all(options.coefficients.size() - 1);
-    std::iota(all.begin(), all.end(), 1);
-    return {all, all};
-  }
-  if (options.precision == at::kFloat) {
-    const auto all = gram_restarts(options.coefficients, kFloatCondition);
-    return {all, all};
-  }
-  return {
-      gram_restarts(options.coefficients, kTightCondition),
-      gram_restarts(options.coefficients, kLooseCondition)};
-}
-
 // The iteration of one block. R, Z, Q and W are short × short, of type Small; X, Y and the loaded block have type T.
 template <typename T, typename Small>
 class BlockIteration {
@@ -241,6 +213,23 @@ Tensor orthogonalize_in(const Tensor& x, const OrthogonalizeOptions& options) {
 }
 
 }  // namespace
+
+Restarts restarts_for(int64_t short_side, int64_t long_side, const OrthogonalizeOptions& options) {
+  constexpr double kNearlySquare = 1.5;
+  if (!options.restarts.empty()) return {options.restarts, options.restarts};
+  if (static_cast<double>(long_side) < kNearlySquare * static_cast<double>(short_side)) {
+    std::vector<int64_t> all(options.coefficients.size() - 1);
+    std::iota(all.begin(), all.end(), 1);
+    return {all, all};
+  }
+  if (options.precision == at::kFloat) {
+    const auto all = gram_restarts(options.coefficients, kFloatCondition);
+    return {all, all};
+  }
+  return {
+      gram_restarts(options.coefficients, kTightCondition),
+      gram_restarts(options.coefficients, kLooseCondition)};
+}
 
 template <typename T>
 void orthogonalize_simd(

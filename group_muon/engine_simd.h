@@ -27,6 +27,20 @@ struct SimdBlock {
 constexpr double kSmallestNorm = 1e-12;
 constexpr double kLargestNorm = 1e12;
 
+/// Steps after which to restart. Nearly square blocks restart after every step: products with X then cost no more than
+/// those of the small matrices, and rounding is smallest. In other blocks, if one direction has much of the norm,
+/// small directions are lost in the rounding of R and the error grows with each step. Such dominated blocks restart
+/// more often.
+struct Restarts {
+  std::vector<int64_t> of_dominated;
+  std::vector<int64_t> of_others;
+
+  bool differ() const { return of_dominated != of_others; }
+};
+
+/// Those of blocks of this shape.
+Restarts restarts_for(int64_t short_side, int64_t long_side, const OrthogonalizeOptions& options);
+
 /// Orthogonalizes blocks of one shape, in any orientation. The options must be resolved() to a SIMD engine. If
 /// options.restarts is empty, restarts are chosen for each block. Each thread loads, orthogonalizes and stores whole
 /// blocks; for the blocks left over, the threads share each product.

@@ -111,6 +111,8 @@ void Exchange::make_rounds() {
         before += pieces_[i].elements;
       }
     }
+    // Few large pieces may leave rounds without any.
+    std::erase_if(rounds, [](const auto& round) { return round.empty(); });
     std::move(rounds.begin(), rounds.end(), std::back_inserter(rounds_));
   }
 }

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <queue>
 #include <utility>
 
 #include "group_muon/text.h"
@@ -139,11 +141,14 @@ void give_out(std::vector<Piece>& pieces, int processes) {
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
     return pieces[a].work > pieces[b].work;
   });
-  std::vector<double> work(processes, 0);
+  using Loaded = std::pair<double, int>;  // work, process
+  std::priority_queue<Loaded, std::vector<Loaded>, std::greater<>> least;
+  for (int i = 0; i < processes; ++i) least.emplace(0, i);
   for (const auto i : order) {
-    const auto least = std::min_element(work.begin(), work.end());
-    pieces[i].owner = static_cast<int>(least - work.begin());
-    *least += pieces[i].work;
+    const auto [work, owner] = least.top();
+    least.pop();
+    pieces[i].owner = owner;
+    least.emplace(work + pieces[i].work, owner);
   }
 }
 

@@ -5,7 +5,9 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -82,6 +84,19 @@ double gemm_peak(
                     }));
   }
   return 2.0 * kSize * kSize * kSize / best;
+}
+
+double copy_bandwidth() {
+  using Clock = std::chrono::steady_clock;
+  constexpr int64_t kElements = int64_t{1} << 26;  // 256 MB
+  const torch::Tensor source = at::ones({kElements}), target = at::zeros({kElements});
+  double best = INFINITY;
+  for (int i = 0; i < 3; ++i) {
+    const auto start = Clock::now();
+    target.copy_(source);
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  return 2.0 * kElements * sizeof(float) / best;
 }
 
 }  // namespace train

@@ -18,4 +18,7 @@ nlohmann::ordered_json machine_facts();
 double gemm_peak(
     group_muon::Engine engine, torch::ScalarType precision, const torch::Device& device);
 
+/// Bytes per second, read and written, of a copy on the CPU that fits in no cache.
+double copy_bandwidth();
+
 }  // namespace train

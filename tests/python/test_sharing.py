@@ -186,6 +186,26 @@ def test_a_step_sends_no_more_than_an_all_reduce(
         assert sent.max() <= 1.15 * allowed, (sent, allowed)
 
 
+def _few_large(rank: int, processes: int, folder: str) -> None:
+    """Fewer pieces than a step of this size has rounds."""
+    weight = nn.Parameter(torch.zeros(1 << 24))
+    weight.grad = torch.full_like(weight, rank + 1.0)
+    small = nn.Parameter(torch.zeros(4, 4))
+    small.grad = torch.eye(4)
+    groups: list[dict[str, Any]] = [
+        {"params": [("large", weight)], "algorithm": "adamw", "lr": 0.5},
+        {"params": [("small", small)], "lr": 0.5},
+    ]
+    optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD)
+    optimizer.step()
+    assert torch.allclose(weight, torch.full_like(weight, -0.5))
+    assert small.abs().sum() > 0
+
+
+def test_a_few_large_pieces_are_exchanged(tmp_path: Path) -> None:
+    run(2, tmp_path, _few_large)
+
+
 def _saved(rank: int, processes: int, folder: str, first: int, last: int, file: str) -> None:
     groups = weights_of("2:random:3")
     weights = parameters(groups)

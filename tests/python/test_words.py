@@ -59,6 +59,7 @@ def error_of(place, *words):
 
 TRAIN = ("train", "--data", "data", "--out", "x", "--batch", "2", "--context", "8")
 LONG = "a" * 300
+ONE = ("--flops", "1", "--memory-bandwidth", "1")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,29 @@ LONG = "a" * 300
         (("study", "study", "--seeds", "0"), "--seeds should be a whole number from 1 to 1000"),
         (("study", "study", "--jobs", "-1"), "--jobs should be a whole number from 0 to 4096"),
         (("study", "study", "--device", "tpu"), "--device should be cpu or cuda, not 'tpu'"),
+        # Plans.
+        (("plan", "--model", "gpt2-smal"), "did you mean gpt2-small?"),
+        (("plan", "--model", "nowhere"), "there is no file 'nowhere'"),
+        (("plan", "--model", "broken.toml"), "'broken.toml'"),
+        (("plan", "--model", "list.toml"), "layers should be a string, a number, true or false"),
+        (("plan", "--model"), "--model needs a value"),
+        (("plan", "--processes", "0"), "--processes should be a whole number from 1 to 65536, not '0'"),
+        (("plan", "--bandwidth", "fast"), "--bandwidth should be above 0, not 'fast'"),
+        (("plan", "--flops", "-1"), "--flops should be above 0, not '-1'"),
+        (("plan", "--layers", "x"), "layers should be a whole number from 1 to 10000, not 'x'"),
+        (("plan", "--gated", "yes"), "gated should be true or false, not 'yes'"),
+        (("plan", "--heads", "7"), "width = 768 should be a multiple of heads = 7"),
+        (("plan", *ONE, "--qk-group", "5"), "group size 5"),
+        (("plan", *ONE, "--qk-group", "x"), "qk-group = x"),
+        (("plan", *ONE, "--qkv", "packed", "--v-group", "1"), "qkv = packed has no head groups"),
+        (("plan", "--qkv", "whole"), "--qkv should be split or packed, not 'whole'"),
+        (("plan", "--sharing", "ddp"), "--sharing should be local or averaged or fsdp"),
+        (("plan", *ONE, "--method", "exact"), "the cost of method exact cannot be estimated"),
+        (("plan", *ONE, "--method", "fast"), "unknown method 'fast'"),
+        (("plan", *ONE, "--json", "nowhere/x"), "'nowhere/x"),
+        (("plan", "--procesess", "2"), "did you mean --processes?"),
         # Sizes.
+        (("plan", "--width", "16777216", "--heads", "1", "--layers", "10000"), "too large to plan with"),
         ((*TRAIN, "--layers", "1000000"), "training needs at least "),
         ((*TRAIN, "--width", "2147483648", "--heads", "8", "--qk-group", "1"), "training needs at least "),
         ((*TRAIN, "--context", "2147483648"), " GB are available here"),

@@ -330,6 +330,26 @@ def test_other_data_is_named(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_another_build_is_named(data: Path, tmp_path: Path) -> None:
+    """A copy of the program that says it was built from another commit."""
+    train(data, tmp_path / "one", steps=1, warmdown=0)
+    commit = json.loads((tmp_path / "one/machine.jsonl").read_text())["commit"].encode()
+    other = tmp_path / "group-muon"
+    other.write_bytes(Path(PROGRAM).read_bytes().replace(commit, bytes(reversed(commit))))
+    other.chmod(0o755)
+    words = ["--timeout", "30", *arguments(data, tmp_path / "run", **SMALL)]
+    port = free_port()
+    runs = [
+        *by_hand(2, *words, port=port, ranks=range(0, 1)),
+        *by_hand(2, *words, port=port, ranks=range(1, 2), executable=str(other)),
+    ]
+    texts = [finish(run, 60) for run in runs]
+    assert [run.returncode for run in runs] == [1, 1]
+    assert "process 1 of 2 is commit " in texts[0], texts
+    assert commit.decode() in texts[0], texts
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

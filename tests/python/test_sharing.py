@@ -361,3 +361,60 @@ def test_from_cpp(tmp_path: Path, gradients: str) -> None:
         for rank in range(processes):
             for name, value in _weights_from_cpp(tmp_path / f"{rank}.pt").items():
                 assert torch.equal(value, expected[name]), (rank, name)
+
+
+def _everyday(rank: int, processes: int, folder: str) -> None:
+    """A schedule, gradient accumulation, clipping, a frozen weight and a state loaded in another dtype."""
+    ours, theirs = weights_of("3:random"), weights_of("3:random")
+    optimizer = group_muon.GroupMuon(ours, process_group=dist.group.WORLD)
+    reference = group_muon.GroupMuon(theirs)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, reference)
+    ]  # fmt: skip
+    frozen = 3
+    for groups in (ours, theirs):
+        parameters(groups)[frozen].requires_grad_(False)
+    before = parameters(ours)[frozen].clone()
+    for step in range(8):
+        if step == 4:  # as a file in another precision would give it
+            for each in (optimizer, reference):
+                state = each.state_dict()
+                for own in state["state"].values():
+                    own.update({k: v.to(torch.bfloat16) for k, v in own.items() if k != "step"})
+                each.load_state_dict(state)
+        for index, (one, other) in enumerate(zip(parameters(ours), parameters(theirs), strict=True)):
+            if index == frozen:
+                continue
+            own = [gradient(one, index, 2 * step + micro, rank) for micro in range(2)]
+            all_ = [
+                [gradient(one, index, 2 * step + micro, other_rank) for micro in range(2)]
+                for other_rank in range(processes)
+            ]
+
+            def added(parts: list[Tensor | None], like: Tensor) -> Tensor:
+                total = torch.zeros_like(like)
+                for part in parts:
+                    total = total if part is None else total + part
+                return total
+
+            one.grad = added(own, one)
+            other.grad = sum_in_pairs([added(parts, other) for parts in all_]) / processes
+        # The whole gradient's norm, which each process can compute here.
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters(theirs) if p.grad is not None])
+        for groups in (ours, theirs):
+            for parameter in parameters(groups):
+                if parameter.grad is not None:
+                    parameter.grad *= 2.0 ** -int(norm.log2())  # exact, so that both round alike
+        optimizer.step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for one, other in zip(parameters(ours), parameters(theirs), strict=True):
+            assert torch.equal(one, other), step
+    assert torch.equal(parameters(ours)[frozen], before)
+
+
+def test_schedules_accumulation_clipping_frozen_weights_and_loaded_states(tmp_path: Path) -> None:
+    run(3, tmp_path, _everyday)

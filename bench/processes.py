@@ -59,7 +59,7 @@ def groups_of(weights: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def state_bytes(optimizer: group_muon.GroupMuon) -> int:
-    states = optimizer.state or optimizer._own_state  # the latter if it is shared
+    states = optimizer.state
     values = [value for state in states.values() for value in state.values()]
     return sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.numel() > 1)
 

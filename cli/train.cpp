@@ -91,8 +91,8 @@ train::Outcome train_or_resume(
     say(c10::str(processes.count, " processes"));
   }
   if (resumed.empty()) return train::train(config, listener_for(config), nullptr, processes);
-  const train::Run run = train::prepared_by_first(
-      processes, [&] { return train::open_run(resumed, options); });
+  const train::Run run =
+      train::prepared_by_first(processes, [&] { return train::open_run(resumed, options); });
   return train::resume(run, listener_for(run.config), processes);
 }
 

@@ -378,9 +378,12 @@ const std::vector<torch::Tensor>& GroupMuon::grads_of_round(Exchange::Step& step
   auto& found = sharing_->grads[round];
   if (found) return *found;
   switch (sharing_->gradients) {
-    case Gradients::kLocal: return found.emplace(step.mean_grads(round));
-    case Gradients::kParts: return found.emplace(step.sum_grads(round));
-    case Gradients::kAveraged: break;
+    case Gradients::kLocal:
+      return found.emplace(step.mean_grads(round));
+    case Gradients::kParts:
+      return found.emplace(step.sum_grads(round));
+    case Gradients::kAveraged:
+      break;
   }
   found.emplace();
   for (const auto i : step.own_pieces(round)) {

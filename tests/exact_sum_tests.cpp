@@ -1,11 +1,11 @@
-#include "train/exact_sum.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
+
+#include "train/exact_sum.h"
 
 namespace train {
 namespace {
@@ -25,7 +25,8 @@ TEST(ExactSum, IsExactForAllSizesOfNumbers) {
   EXPECT_EQ(sum_of(numbers), 1 + std::ldexp(1.0, -48));
   const double least = std::numeric_limits<double>::denorm_min();
   EXPECT_EQ(sum_of({least, least, least}), 3 * least);
-  EXPECT_EQ(sum_of({std::numeric_limits<double>::min() / 3}), std::numeric_limits<double>::min() / 3);
+  EXPECT_EQ(
+      sum_of({std::numeric_limits<double>::min() / 3}), std::numeric_limits<double>::min() / 3);
   const double most = std::numeric_limits<double>::max();
   EXPECT_EQ(sum_of({most / 2, most / 4, least}), most / 2 + most / 4);
   EXPECT_EQ(sum_of({most, most}), std::numeric_limits<double>::infinity());

@@ -81,7 +81,9 @@ std::vector<double> add_gradients_in_tree(
         batch.starts.begin() + first, batch.starts.begin() + std::min(all, first + stretch));
     const auto before_some = [&](double done) {
       const double before_it = static_cast<double>(first) / static_cast<double>(all);
-      if (before) before(before_it + done * static_cast<double>(some.starts.size()) / static_cast<double>(all));
+      if (before)
+        before(
+            before_it + done * static_cast<double>(some.starts.size()) / static_cast<double>(all));
     };
     {
       const at::AutoGradMode with_gradients(true);
@@ -89,7 +91,8 @@ std::vector<double> add_gradients_in_tree(
       parts.insert(parts.end(), own.begin(), own.end());
     }
     Sum sum{1, {}};
-    for (const auto& weight : weights) sum.grads.push_back(std::exchange(weight.mutable_grad(), {}));
+    for (const auto& weight : weights)
+      sum.grads.push_back(std::exchange(weight.mutable_grad(), {}));
     add(std::move(sum));
   }
   TORCH_CHECK(sums.size() == 1, "the number of sums should be a power of two");
@@ -99,8 +102,7 @@ std::vector<double> add_gradients_in_tree(
   return parts;
 }
 
-std::vector<double> losses(
-    gpt::Model& model, const Batch& batch, const BeforeMicroBatch& before) {
+std::vector<double> losses(gpt::Model& model, const Batch& batch, const BeforeMicroBatch& before) {
   std::vector<double> parts;
   for_each_micro_batch(
       model, batch, before, [&](const Tensor& tokens, const Tensor& targets, double count) {

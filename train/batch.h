@@ -21,9 +21,7 @@ struct Batch {
   torch::Device device = torch::kCPU;
   int64_t total = 0;  // sequences of the batch that these are a part of; 0: these are all
 
-  int64_t sequences() const {
-    return total > 0 ? total : static_cast<int64_t>(starts.size());
-  }
+  int64_t sequences() const { return total > 0 ? total : static_cast<int64_t>(starts.size()); }
 };
 
 /// Called before every micro-batch with the fraction that is done. May throw to give up.

@@ -70,8 +70,8 @@ std::vector<double> squares_of_lines(const group_muon::OwnGradient& gradient) {
   const auto lines = static_cast<int64_t>(squares.size());
   group_muon::share_out(lines, 64, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      squares[i] = squares_of_line(
-          data + i * length, std::min(length, elements - i * length), /*stride=*/1);
+      squares[i] =
+          squares_of_line(data + i * length, std::min(length, elements - i * length), /*stride=*/1);
     }
   });
   return squares;

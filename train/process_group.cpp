@@ -189,17 +189,18 @@ std::vector<int> silent(const Processes& processes) {
 // Counts in the store, from a thread of its own, while the process lives.
 class Heartbeat {
  public:
-  Heartbeat(StorePointer store, int rank) : thread_([this, store = std::move(store), rank] {
-    std::unique_lock lock(mutex_);
-    for (int64_t beat = 0; !ended_; ++beat) {
-      try {
-        set_text(*store, beat_key(rank), std::to_string(beat));
-      } catch (const std::exception&) {
-        return;  // nobody is left to see it
-      }
-      wake_.wait_for(lock, kBeat);
-    }
-  }) {}
+  Heartbeat(StorePointer store, int rank)
+      : thread_([this, store = std::move(store), rank] {
+          std::unique_lock lock(mutex_);
+          for (int64_t beat = 0; !ended_; ++beat) {
+            try {
+              set_text(*store, beat_key(rank), std::to_string(beat));
+            } catch (const std::exception&) {
+              return;  // nobody is left to see it
+            }
+            wake_.wait_for(lock, kBeat);
+          }
+        }) {}
   ~Heartbeat() {
     {
       const std::lock_guard lock(mutex_);
@@ -234,8 +235,8 @@ Processes join_processes(std::chrono::seconds timeout) {
     backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, count, options);
   } catch (const std::exception& error) {
     TORCH_CHECK(
-        false, "process ", rank, " of ", count, " did not find all others within ",
-        timeout.count(), " seconds; are they all running? (", message_of(error), ")");
+        false, "process ", rank, " of ", count, " did not find all others within ", timeout.count(),
+        " seconds; are they all running? (", message_of(error), ")");
   }
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, count);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
@@ -268,8 +269,7 @@ int64_t threads_per_process() {
 }
 
 Range own_range(const Processes& processes, int64_t count) {
-  return {
-      count * processes.rank / processes.count, count * (processes.rank + 1) / processes.count};
+  return {count * processes.rank / processes.count, count * (processes.rank + 1) / processes.count};
 }
 
 std::vector<std::vector<double>> gather(
@@ -281,7 +281,8 @@ std::vector<std::vector<double>> gather(
 std::vector<std::string> gather(const Processes& processes, const std::string& own) {
   if (processes.alone()) return {own};
   std::vector<std::string> texts;
-  const auto bytes = gather_vectors(processes, std::vector<uint8_t>(own.begin(), own.end()), at::kByte);
+  const auto bytes =
+      gather_vectors(processes, std::vector<uint8_t>(own.begin(), own.end()), at::kByte);
   for (const auto& text : bytes) texts.emplace_back(text.begin(), text.end());
   return texts;
 }
@@ -336,7 +337,9 @@ std::string words_of_failure(const Processes& processes, const std::exception& e
       if (said() == own) return "";
       std::this_thread::sleep_for(kLook / 4);
     }
-    return processes.writes() ? own : c10::str("process ", processes.rank, " of ", processes.count, ": ", own);
+    return processes.writes()
+               ? own
+               : c10::str("process ", processes.rank, " of ", processes.count, ": ", own);
   }
   const std::string self = c10::str("process ", processes.rank, " of ", processes.count, ": ");
   std::string why = failure_of_another(processes);

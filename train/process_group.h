@@ -21,10 +21,11 @@ class Heartbeat;
 struct Processes {
   int rank = 0;
   int count = 1;
-  group_muon::ProcessGroup group = {};          // none if alone
-  c10::intrusive_ptr<c10d::Store> store = {};   // of this start of the processes
-  c10::intrusive_ptr<c10d::Store> common = {};  // of all their starts, if torchrun starts them again
-  std::shared_ptr<Heartbeat> heartbeat = {};    // tells the others that this process lives
+  group_muon::ProcessGroup group = {};         // none if alone
+  c10::intrusive_ptr<c10d::Store> store = {};  // of this start of the processes
+  c10::intrusive_ptr<c10d::Store> common =
+      {};                                     // of all their starts, if torchrun starts them again
+  std::shared_ptr<Heartbeat> heartbeat = {};  // tells the others that this process lives
 
   bool alone() const { return count == 1; }
   bool writes() const { return rank == 0; }  // files, and the progress line

@@ -77,8 +77,7 @@ void refuse_existing(const std::string& folder);
 
 /// Creates a new run in config.out, which must not contain one. Locks the folder unless a `lock` is given. `processes`
 /// train it.
-Run begin_run(
-    const Config& config, std::shared_ptr<FolderLock> lock = nullptr, int processes = 1);
+Run begin_run(const Config& config, std::shared_ptr<FolderLock> lock = nullptr, int processes = 1);
 
 /// Opens a run for resuming. `path` is a run (resumes from its newest checkpoint) or a checkpoint. `options` may only
 /// change what does not make it a different run. Locks the folder unless a `lock` is given. Changes no file.

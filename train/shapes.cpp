@@ -28,10 +28,10 @@ constexpr double kMostElements = 1e18;  // of all weights
 template <typename Number>
 Number number_of(std::string_view text, std::string_view name, Number least, Number most) {
   Number value = 0;
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, value);
+  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = rest == text.data() + text.size();
   TORCH_CHECK_VALUE(
-      error == std::errc() && rest == end && value >= least && value <= most, name, " should be a ",
+      error == std::errc() && whole && value >= least && value <= most, name, " should be a ",
       std::is_same_v<Number, int64_t> ? "whole " : "", "number from ", least, " to ", most,
       ", not '", text, "'");
   return value;
@@ -192,7 +192,7 @@ const SizeKey& find_size(std::string_view name) {
     if (key.name == name) return key;
     names.emplace_back(key.name);
   }
-  const auto near = nearest(std::string(name), names);
+  const auto near = nearest(name, names);
   TORCH_CHECK_VALUE(
       false, "there is no size '", name, "'",
       near.empty() ? "" : c10::str("; did you mean ", near, "?"));

@@ -190,10 +190,9 @@ Trainer::Trainer(const Config& config, const Listener& listener, const Processes
       kinds_(kinds_of(model_)),
       pace_(
           config_, gpt::training_flops_per_token(model_.shape()),
-          processes.count *
-              gemm_peak(
-                  group_muon::parse_engine(config.engine), matmul_precision(config.precision),
-                  device_)) {
+          processes.count * gemm_peak(
+                                group_muon::parse_engine(config.engine),
+                                matmul_precision(config.precision), device_)) {
   check_processes();
   model_.set_engine(group_muon::parse_engine(config.engine));
   TORCH_CHECK_VALUE(
@@ -239,7 +238,8 @@ void Trainer::check_processes() const {
     const int64_t parts = config_.batch / config_.micro_batch;
     TORCH_CHECK_VALUE(
         (count & (count - 1)) == 0 && parts % count == 0,
-        "reduction = ordered halves the batch again and again, so the number of processes should be "
+        "reduction = ordered halves the batch again and again, so the number of processes should "
+        "be "
         "a power of two that divides the number of micro-batches, which is ",
         config_.batch, " / ", config_.micro_batch, " = ", parts, "; there are ", count,
         " processes. Choose another micro-batch, or reduction = fast");
@@ -359,8 +359,7 @@ double Trainer::agreed_sum(const std::function<std::vector<double>()>& parts) {
 }
 
 // Collective. Norms of the whole gradient. Returns that of all weights.
-double Trainer::measure(
-    Values& values, const std::vector<group_muon::OwnGradient>& gradients) {
+double Trainer::measure(Values& values, const std::vector<group_muon::OwnGradient>& gradients) {
   std::vector<int64_t> digits;
   auto sums = squares_of(kinds_, gradients);
   for (const auto& kind : sums) {
@@ -384,8 +383,7 @@ void Trainer::set_learning_rates(double factor) {
 }
 
 // Scales the gradients to the norm `clip`, if they are larger. Returns the factor.
-double Trainer::clip_gradients(
-    const std::vector<group_muon::OwnGradient>& gradients, double norm) {
+double Trainer::clip_gradients(const std::vector<group_muon::OwnGradient>& gradients, double norm) {
   if (config_.clip == 0 || norm <= config_.clip) return 1;
   const double factor = config_.clip / norm;
   for (const auto& gradient : gradients) gradient.grad.mul_(factor);
@@ -435,10 +433,9 @@ double Trainer::validate() {
   for (int64_t i = first * size; i < std::min(last * size, validation_windows_); ++i) {
     batch.starts.push_back(i * config_.context);
   }
-  const double loss = agreed_sum([&] {
-                        return losses(model_, batch, before(/*validating=*/true));
-                      }) /
-                      static_cast<double>(validation_windows_);
+  const double loss =
+      agreed_sum([&] { return losses(model_, batch, before(/*validating=*/true)); }) /
+      static_cast<double>(validation_windows_);
   model_.set_precision(matmul_precision(config_.precision));
   model_.profile() = of_training;
   pace_.set_validation(seconds_since(start));
@@ -622,8 +619,8 @@ Run prepared_by_first(const Processes& processes, const std::function<Run()>& pr
       text = text_of(run);
     } catch (const std::exception& error) {
       failure = std::current_exception();
-      text = Json({{"error", message_of(error)}})
-                 .dump(-1, ' ', false, Json::error_handler_t::replace);
+      text =
+          Json({{"error", message_of(error)}}).dump(-1, ' ', false, Json::error_handler_t::replace);
     }
   }
   text = gather(processes, text)[0];

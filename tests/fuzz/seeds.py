@@ -135,6 +135,13 @@ SEEDS = {
     ],
     "results": results(),
     "safetensors": safetensors(),
+    "shapes": [
+        b"[sizes]\nlayers = 2\nwidth = 64\nheads = 4\nkv-heads = 2\ngated = true\nexperts = 4\nactive-experts = 2\n",
+        b"[sizes]\nlayers = 2\nheads = 4\nhead-dim = 8\nq-rank = 6\nkv-rank = 4\nrope-dim = 2\ntied = false\n",
+        b'[[weight]]\nname = "a"\nshape = [8, 6]\nlayout = "rows q=4x2@0+2/2:random"\ncopies = 3\nactive = 0.5\n'
+        b'[[weight]]\nshape = [5]\nlayout = "adamw"\n',
+        b"[model]\nlayers = 2\nwidth = 96\n",
+    ],
     "shards": [
         b"0\n65535\n0\n2\n" + shard([1, 2, 3, 65534]),
         b"1\n99\n1\n1\n" + bytes(range(20)),
@@ -167,6 +174,7 @@ WORDS = {
     "options": [*keys(), "=", ",", "nan", "inf", "1e308", *RUN],
     "results": [*JSON_WORDS, "step", "validation_loss", "seconds", "engine", "ranks", "squared_norm"],
     "safetensors": [*JSON_WORDS, "dtype", "shape", "data_offsets", "F32", "F64", "BF16", "F16", "I64", "__metadata__"],
+    "shapes": [*keys(), *TOML_WORDS, "sizes", "weight", "shape", "layout", "copies", "active", "adamw", "rows"],
     "shards": [],
     "state": [*JSON_WORDS, "version", "step", "files", "bytes", "crc32c", "validation_loss"],
     "study": [*keys(), *TOML_WORDS, *RUN, "own-settings", "variants", "noise", "more-seeds", "options", "seeds", "base"],

@@ -57,7 +57,7 @@ def _really(rank: int, processes: int, folder: str) -> None:
         optimizer.step()
         state = sum(
             value.nbytes
-            for values in optimizer._own_state.values()
+            for values in optimizer.state.values()
             for value in values.values()
             if isinstance(value, torch.Tensor) and value.numel() > 1
         )

@@ -32,7 +32,9 @@ from running import (
 SMALL = {"batch": 8, "micro_batch": 1}
 
 
-def together(count: int, *words: object, restarts: int = 0, **options: object) -> subprocess.Popen[str]:
+def together(
+    count: int, *words: object, restarts: int = 0, **options: object
+) -> subprocess.Popen[str]:
     """The program under torchrun, in a process group of its own."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--max-restarts",
@@ -75,7 +77,13 @@ def weights(run: Path) -> str:
 def test_ordered_reduction_gives_the_same_bits_for_1_2_and_4_processes(
     data: Path, tmp_path: Path
 ) -> None:
-    options = {"steps": 100, "reduction": "ordered", "checkpoint_interval": 0, "clip": 0.5, "warmup": 3}
+    options = {
+        "steps": 100,
+        "reduction": "ordered",
+        "checkpoint_interval": 0,
+        "clip": 0.5,
+        "warmup": 3,
+    }
     train(data, tmp_path / "1", **SMALL, **options)
     expected = curve(tmp_path / "1")
     assert any(line.get("gradient_norm", 0) > 0.5 for line in expected), "clipping should happen"
@@ -92,7 +100,11 @@ def test_the_number_of_processes_may_change_in_the_middle(data: Path, tmp_path: 
     out = tmp_path / "parts"
     # Each part is stopped at a checkpoint: the ones after it are deleted, as if it had been killed there.
     for last, count in zip((6, 12, 18, 24), (4, 1, 2, 4), strict=True):
-        words = arguments(data, out, **SMALL, **options) if last == 6 else ["--resume", out, "--threads", 1]
+        words = (
+            arguments(data, out, **SMALL, **options)
+            if last == 6
+            else ["--resume", out, "--threads", 1]
+        )
         if count == 1:
             program("train", *words)
         else:
@@ -184,7 +196,11 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def by_hand(
-    count: int, *words: object, port: int | None = None, ranks: range | None = None, **options: object
+    count: int,
+    *words: object,
+    port: int | None = None,
+    ranks: range | None = None,
+    **options: object,
 ) -> Iterator[subprocess.Popen[str]]:
     """The processes without torchrun, which would end them all when one ends."""
     port = port or free_port()
@@ -207,13 +223,15 @@ def test_a_killed_process_ends_the_others_and_is_named(
     out = tmp_path / "run"
     words = arguments(data, out, **{**SMALL, **LONG})
     runs = list(by_hand(3, "--timeout", 60, *words))
-    wait_for(lambda: (out / "checkpoints/step-000014").exists())
+    wait_for((out / "checkpoints/step-000014").exists)
     runs[killed].kill()
     for rank, run in enumerate(runs):
         text = finish(run, 60)
         assert run.returncode != 0
         if rank != killed:
-            assert f"process {rank} of 3: process {killed}" in text or f"process {killed}," in text, text
+            assert (
+                f"process {rank} of 3: process {killed}" in text or f"process {killed}," in text
+            ), text
             assert "ended" in text
             assert ("The last checkpoint is intact" in text) == (rank == 0), text
     whole = [name for name in checkpoints(out) if name.startswith("step-")]
@@ -224,7 +242,7 @@ def test_a_killed_process_ends_the_others_and_is_named(
 def test_a_process_that_stands_still_is_named(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     runs = list(by_hand(3, "--timeout", 5, *arguments(data, out, **{**SMALL, **LONG})))
-    wait_for(lambda: (out / "checkpoints/step-000007").exists())
+    wait_for((out / "checkpoints/step-000007").exists)
     runs[1].send_signal(signal.SIGSTOP)
     for rank in (0, 2):
         text = finish(runs[rank], 60)
@@ -235,9 +253,7 @@ def test_a_process_that_stands_still_is_named(data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("moment", ["forward and backward", "collective", "checkpoint"])
-def test_torchrun_goes_on_from_the_last_checkpoint(
-    data: Path, tmp_path: Path, moment: str
-) -> None:
+def test_torchrun_goes_on_from_the_last_checkpoint(data: Path, tmp_path: Path, moment: str) -> None:
     options = {
         **SMALL, "steps": 60, "reduction": "ordered", "checkpoint_interval": 5, "keep": 1,
         "validation_interval": 20,
@@ -247,7 +263,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint(
     train(data, tmp_path / "whole", **options)
     out = tmp_path / "run"
     run = together(2, *arguments(data, out, **options), restarts=2)
-    wait_for(lambda: (out / "checkpoints/step-000005").exists())
+    wait_for((out / "checkpoints/step-000005").exists)
     if moment == "checkpoint":
         folder = out / "checkpoints"
         wait_for(lambda: any(name.name.startswith("writing-") for name in folder.iterdir()))
@@ -292,7 +308,7 @@ def test_wrong_starts_are_named_and_never_hang(data: Path, tmp_path: Path) -> No
     assert "could not reach the first process at 127.0.0.1" in finish(lonely, 60)
     assert lonely.returncode == 1
     # A process that never comes.
-    (first,) = by_hand(2, "--timeout", 3, *words, ranks=range(0, 1))
+    (first,) = by_hand(2, "--timeout", 3, *words, ranks=range(1))
     text = finish(first, 60)
     assert "within 3 seconds" in text or "could not listen" in text, text
     # A port in use.
@@ -300,7 +316,7 @@ def test_wrong_starts_are_named_and_never_hang(data: Path, tmp_path: Path) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (refused,) = by_hand(2, "--timeout", 3, *words, port=port, ranks=range(0, 1))
+        (refused,) = by_hand(2, "--timeout", 3, *words, port=port, ranks=range(1))
         text = finish(refused, 60)
         assert f"could not listen at 127.0.0.1:{port}; is another program using the port?" in text
     assert not (tmp_path / "run").exists()
@@ -313,8 +329,15 @@ def test_other_data_is_named(data: Path, tmp_path: Path) -> None:
     write_shard(other / "train_000000.bin", numpy.arange(20000) % 64)
     words = arguments(data, tmp_path / "run", **SMALL)
     port = free_port()
-    (first,) = by_hand(2, "--timeout", 30, *words, port=port, ranks=range(0, 1))
-    hidden = ["unshare", "-m", "sh", "-c", f"mount --bind {other} {data} && exec \"$0\" \"$@\"", PROGRAM]
+    (first,) = by_hand(2, "--timeout", 30, *words, port=port, ranks=range(1))
+    hidden = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount --bind {other} {data} && exec "$0" "$@"',
+        PROGRAM,
+    ]
     if subprocess.run([*hidden[:4], "true"], check=False, capture_output=True).returncode != 0:
         first.kill()
         first.communicate()
@@ -340,7 +363,7 @@ def test_another_build_is_named(data: Path, tmp_path: Path) -> None:
     words = ["--timeout", "30", *arguments(data, tmp_path / "run", **SMALL)]
     port = free_port()
     runs = [
-        *by_hand(2, *words, port=port, ranks=range(0, 1)),
+        *by_hand(2, *words, port=port, ranks=range(1)),
         *by_hand(2, *words, port=port, ranks=range(1, 2), executable=str(other)),
     ]
     texts = [finish(run, 60) for run in runs]

@@ -382,7 +382,9 @@ def _everyday(rank: int, processes: int, folder: str) -> None:
                 for own in state["state"].values():
                     own.update({k: v.to(torch.bfloat16) for k, v in own.items() if k != "step"})
                 each.load_state_dict(state)
-        for index, (one, other) in enumerate(zip(parameters(ours), parameters(theirs), strict=True)):
+        for index, (one, other) in enumerate(
+            zip(parameters(ours), parameters(theirs), strict=True)
+        ):
             if index == frozen:
                 continue
             own = [gradient(one, index, 2 * step + micro, rank) for micro in range(2)]
@@ -400,7 +402,9 @@ def _everyday(rank: int, processes: int, folder: str) -> None:
             one.grad = added(own, one)
             other.grad = sum_in_pairs([added(parts, other) for parts in all_]) / processes
         # The whole gradient's norm, which each process can compute here.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters(theirs) if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in parameters(theirs) if p.grad is not None]
+        )
         for groups in (ours, theirs):
             for parameter in parameters(groups):
                 if parameter.grad is not None:

@@ -61,13 +61,12 @@ void say_profile(const train::Outcome& outcome) {
   }
 }
 
-// The run to resume: the one that --resume names, or the one that these processes were training before torchrun
+// The run to resume: the one that --resume names, or the one that these processes had begun to train before torchrun
 // started them anew. "": a new run.
 std::string run_to_resume(
     const std::string& given, const std::string& out, const train::Processes& processes) {
-  if (train::restarts() == 0 || processes.alone()) return given;
-  const std::string folder = given.empty() ? out : train::locate(given).run;
-  return train::has_run(folder) ? folder : given;
+  if (train::restarts() == 0 || !train::run_has_begun(processes)) return given;
+  return given.empty() ? out : train::locate(given).run;
 }
 
 train::Outcome train_or_resume(
@@ -77,7 +76,7 @@ train::Outcome train_or_resume(
   std::string resumed;
   if (processes.writes()) {
     if (config.out.empty()) config.out = folder_by_time();
-    config.out = train::text_of_first_start(processes, config.out);
+    config.out = train::kept_over_restarts(processes, "out", config.out);
     resumed = arguments.resume->empty() ? "" : arguments.resume->as<std::string>();
     resumed = run_to_resume(resumed, config.out, processes);
   }
@@ -100,8 +99,8 @@ void run(const TrainArguments& arguments) {
   train::Options options;
   if (!arguments.file.empty()) options = train::read_options(arguments.file);
   options.insert(options.end(), arguments.flags.begin(), arguments.flags.end());
-  catch_stop_signals();
   const auto processes = train::join_processes(std::chrono::seconds(arguments.timeout));
+  catch_stop_signals();
   train::Outcome outcome;
   try {
     outcome = train_or_resume(arguments, options, processes);

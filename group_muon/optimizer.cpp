@@ -484,6 +484,10 @@ ParamStates GroupMuon::gathered_states(int root) const {
     std::vector<torch::Tensor> tensors;
     for (const auto i : own) {
       const bool wanted = which[exchange.pieces()[i].weight];
+      TORCH_CHECK_VALUE(
+          !wanted || state_at(i) != nullptr, "group_muon: process ", exchange.rank(),
+          " has no state of '", exchange.weights()[exchange.pieces()[i].weight].name,
+          "', but others have; all processes should load the same states");
       tensors.push_back(wanted ? tensor_of(*state_at(i)) : torch::Tensor());
     }
     return exchange.assemble(tensors, which, root);

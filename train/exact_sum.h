@@ -11,7 +11,8 @@ namespace train {
 class ExactSum {
  public:
   void add(double number);
-  double value() const;  // rounded once; NaN if a number was not finite
+  /// The sum to about one rounding error, the same bits for the same sum. NaN if a number was not finite.
+  double value() const;
 
   /// The sum as whole numbers. Those of several sums can be added one by one to get the sum of all.
   const std::vector<int64_t>& digits() const { return digits_; }

@@ -34,12 +34,10 @@ double squares_of_line(const float* first, int64_t count, int64_t stride) {
   constexpr int kLanes = 8;
   double sums[kLanes] = {};
   int64_t i = 0;
-  if (stride == 1) {
-    for (; i + kLanes <= count; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const double number = first[i + lane];
-        sums[lane] += number * number;
-      }
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double number = first[(i + lane) * stride];
+      sums[lane] += number * number;
     }
   }
   for (; i < count; ++i) {
@@ -51,7 +49,7 @@ double squares_of_line(const float* first, int64_t count, int64_t stride) {
 
 // Sums of the squares of each line of a gradient.
 std::vector<double> squares_of_lines(const group_muon::OwnGradient& gradient) {
-  const Tensor grad = gradient.grad.to(at::kCPU, at::kFloat).contiguous();
+  const Tensor grad = gradient.grad.to(at::kFloat).contiguous();
   const auto* data = grad.const_data_ptr<float>();
   const int64_t elements = grad.numel(), length = gradient.lines ? grad.size(-1) : kTogether;
   if (elements == 0) return {};
@@ -95,9 +93,17 @@ std::vector<ExactSum> squares_of(
     for (const auto& weight : kinds[i].weights) kind_of[weight.unsafeGetTensorImpl()] = i;
   }
   std::vector<ExactSum> sums(kinds.size());
+  ByKind on_devices(kinds.size());  // processes train together on CPUs only
   for (const auto& gradient : gradients) {
-    auto& sum = sums[kind_of.at(gradient.weight.unsafeGetTensorImpl())];
-    for (const double squares : squares_of_lines(gradient)) sum.add(squares);
+    const size_t kind = kind_of.at(gradient.weight.unsafeGetTensorImpl());
+    if (gradient.grad.is_cpu()) {
+      for (const double squares : squares_of_lines(gradient)) sums[kind].add(squares);
+    } else {
+      on_devices[kind].push_back(gradient.grad);
+    }
+  }
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    if (!on_devices[kind].empty()) sums[kind].add(std::pow(norm_of(on_devices[kind]), 2));
   }
   return sums;
 }

@@ -3,13 +3,17 @@
 #include "train/process_group.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <condition_variable>
 #include <cstdlib>
-#include <cstring>
+#include <functional>
+#include <future>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <thread>
@@ -27,13 +31,15 @@ using torch::Tensor;
 using Clock = std::chrono::steady_clock;
 using StorePointer = c10::intrusive_ptr<c10d::Store>;
 
-constexpr auto kBeat = std::chrono::seconds(1);
+// How often a process says that it lives, and looks for the wishes of others.
+constexpr auto kBeat = std::chrono::milliseconds(500);
 // A process whose heart has not beaten for so long has ended, or stands still.
 constexpr auto kSilence = std::chrono::seconds(4);
-// How often the wishes of others are looked up, which takes a message to the store and back.
-constexpr auto kLook = std::chrono::milliseconds(200);
+// How long to wait for the store when a process has to say why it fails.
+constexpr auto kPatience = std::chrono::seconds(10);
 
 constexpr const char* kStopKey = "stop";
+constexpr const char* kBegunKey = "begun";
 std::string beat_key(int rank) { return "beat/" + std::to_string(rank); }
 std::string failure_key(int rank) { return "failure/" + std::to_string(rank); }
 
@@ -84,6 +90,7 @@ c10::intrusive_ptr<c10d::Store> open_store(int rank, int count, std::chrono::sec
   options.port = port;
   options.isServer = !served && rank == 0;
   options.numWorkers = served ? std::nullopt : std::optional<std::size_t>(count);
+  options.waitWorkers = false;  // joining waits for them, and can name those that are missing
   options.timeout = timeout;
   try {
     return c10::make_intrusive<c10d::TCPStore>(host, options);
@@ -184,39 +191,108 @@ std::vector<int> silent(const Processes& processes) {
   return {quiet.begin(), quiet.end()};
 }
 
+// Why a collective function failed.
+std::string why_lost(const Processes& processes) {
+  std::string why = failure_of_another(processes);
+  if (!why.empty()) return why;
+  if (!answers(*processes.store)) return "process 0, which all others meet at, has ended";
+  const auto quiet = silent(processes);
+  why = failure_of_another(processes);  // which may take a moment
+  if (!why.empty()) return why;
+  if (quiet.empty()) {
+    return c10::str(
+        "another process did not answer within ", processes.timeout.count(),
+        " seconds, though all live; is one much slower? --timeout sets the seconds");
+  }
+  return names_of(quiet) + (quiet.size() == 1 ? " has ended or does" : " have ended or do") +
+         " not answer";
+}
+
+// Tells the others why this process fails. Returns "" if the first process says the same: what all find out at the same
+// time, it says for all.
+std::string own_failure(const Processes& processes, const std::string& own) {
+  try {
+    set_text(*processes.store, failure_key(processes.rank), own);
+  } catch (const std::exception&) {
+    return own;  // the others have ended
+  }
+  for (const auto end = Clock::now() + 2 * kBeat; !processes.writes() && Clock::now() < end;) {
+    if (text_at(*processes.store, failure_key(0)).starts_with(own)) return "";
+    std::this_thread::sleep_for(kBeat / 10);
+  }
+  return own;
+}
+
+// The result, if it comes in time. A store that does not answer cannot be asked to give up.
+std::optional<std::string> within(
+    std::chrono::seconds limit, const std::function<std::string()>& find) {
+  auto task = std::make_shared<std::packaged_task<std::string()>>(find);
+  auto result = task->get_future();
+  std::thread([task] { (*task)(); }).detach();
+  if (result.wait_for(limit) != std::future_status::ready) return {};
+  return result.get();
+}
+
 }  // namespace
 
-// Counts in the store, from a thread of its own, while the process lives.
+// A thread with a connection of its own to the store: says that the process lives, passes on its wish to stop and sees
+// those of others. So the process itself never waits for the store while it trains.
 class Heartbeat {
  public:
   Heartbeat(StorePointer store, int rank)
-      : thread_([this, store = std::move(store), rank] {
-          std::unique_lock lock(mutex_);
-          for (int64_t beat = 0; !ended_; ++beat) {
-            try {
-              set_text(*store, beat_key(rank), std::to_string(beat));
-            } catch (const std::exception&) {
-              return;  // nobody is left to see it
-            }
-            wake_.wait_for(lock, kBeat);
-          }
-        }) {}
+      : shared_(std::make_shared<Shared>()), thread_(beat, shared_, std::move(store), rank) {}
+  // A store that does not answer holds up the thread, but not the end of the program.
   ~Heartbeat() {
-    {
-      const std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
-    wake_.notify_all();
-    thread_.join();
+    std::unique_lock lock(shared_->mutex);
+    shared_->ended = true;
+    shared_->changed.notify_all();
+    const bool done = shared_->changed.wait_for(lock, kSilence, [&] { return shared_->done; });
+    lock.unlock();
+    done ? thread_.join() : thread_.detach();
   }
   Heartbeat(const Heartbeat&) = delete;
   Heartbeat& operator=(const Heartbeat&) = delete;
 
+  void wish_to_stop() {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->wish = true;
+    shared_->changed.notify_all();
+  }
+  bool stop_asked() const { return shared_->asked; }
+
  private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool ended_ = false;
-  std::thread thread_;  // last: it uses the others
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false, done = false, wish = false;
+    std::atomic<bool> asked{false};
+  };
+
+  static void beat(const std::shared_ptr<Shared>& shared, const StorePointer& store, int rank) {
+    bool said = false;
+    std::unique_lock lock(shared->mutex);
+    for (int64_t count = 0; !shared->ended; ++count) {
+      const bool say = shared->wish && !said;
+      lock.unlock();
+      try {
+        set_text(*store, beat_key(rank), std::to_string(count));
+        if (say) set_text(*store, kStopKey, "yes");
+        said |= say;
+        if (!shared->asked && store->check({kStopKey})) shared->asked = true;
+      } catch (const std::exception&) {  // nobody is left to see it
+        lock.lock();
+        break;
+      }
+      lock.lock();
+      shared->changed.wait_for(
+          lock, kBeat, [&] { return shared->ended || (shared->wish && !said); });
+    }
+    shared->done = true;
+    shared->changed.notify_all();
+  }
+
+  std::shared_ptr<Shared> shared_;
+  std::thread thread_;
 };
 
 Processes join_processes(std::chrono::seconds timeout) {
@@ -227,29 +303,35 @@ Processes join_processes(std::chrono::seconds timeout) {
     return c10::make_intrusive<c10d::PrefixStore>(
         "group_muon/" + std::to_string(restarts()), store);
   };
+  // c10d reports each lost connection with a stack trace. We say it in words.
+  if (text_of("TORCH_CPP_LOG_LEVEL").empty()) FLAGS_caffe2_log_level = 3;
   const auto base = open_store(rank, count, timeout);
   const auto store = store_of_start(base);
+  auto heartbeat = std::make_shared<Heartbeat>(store_of_start(base->clone()), rank);
   const auto options = c10d::ProcessGroupGloo::Options::create_default(timeout);
   c10::intrusive_ptr<c10d::ProcessGroupGloo> backend;
   try {
     backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, count, options);
-  } catch (const std::exception& error) {
+  } catch (const std::exception&) {
+    std::vector<int> missing;
+    for (int other = 0; other < count; ++other) {
+      if (other != rank && text_at(*store, beat_key(other)).empty()) missing.push_back(other);
+    }
     TORCH_CHECK(
-        false, "process ", rank, " of ", count, " did not find all others within ", timeout.count(),
-        " seconds; are they all running? (", message_of(error), ")");
+        false, "process ", rank, " of ", count, " waited ", timeout.count(), " seconds for ",
+        missing.empty() ? "the others" : names_of(missing), "; were all started?");
   }
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, count);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  // A connection of its own: the other one may be waiting.
-  auto heartbeat = std::make_shared<Heartbeat>(store_of_start(base->clone()), rank);
   return {
       .rank = rank,
       .count = count,
       .group = std::move(group),
       .store = store,
       .common = c10::make_intrusive<c10d::PrefixStore>("group_muon", base),
-      .heartbeat = std::move(heartbeat)};
+      .heartbeat = std::move(heartbeat),
+      .timeout = timeout};
 }
 
 bool started_by_torchrun() {
@@ -302,58 +384,48 @@ void broadcast(const Processes& processes, const Tensor& tensor) {
 }
 
 void ask_to_stop(const Processes& processes) {
-  if (!processes.alone()) set_text(*processes.store, kStopKey, "yes");
+  if (!processes.alone()) processes.heartbeat->wish_to_stop();
 }
 
 bool stop_asked(const Processes& processes) {
-  if (processes.alone()) return false;
-  static auto next = Clock::now();
-  if (Clock::now() < next) return false;
-  next = Clock::now() + kLook;
-  return !text_at(*processes.store, kStopKey).empty();
+  return !processes.alone() && processes.heartbeat->stop_asked();
 }
 
-std::string text_of_first_start(const Processes& processes, const std::string& text) {
-  constexpr const char* kKey = "first";
+std::string kept_over_restarts(
+    const Processes& processes, const std::string& key, const std::string& text) {
   if (processes.alone()) return text;
-  const std::string first = text_at(*processes.common, kKey);
-  if (first.empty()) set_text(*processes.common, kKey, text);
-  return first.empty() ? text : first;
+  const std::string kept = text_at(*processes.common, key);
+  if (kept.empty()) set_text(*processes.common, key, text);
+  return kept.empty() ? text : kept;
+}
+
+void say_run_has_begun(const Processes& processes) {
+  if (!processes.alone()) set_text(*processes.common, kBegunKey, "yes");
+}
+
+bool run_has_begun(const Processes& processes) {
+  return !processes.alone() && !text_at(*processes.common, kBegunKey).empty();
 }
 
 std::string words_of_failure(const Processes& processes, const std::exception& error) {
   const std::string own = message_of(error);
   if (processes.alone()) return own;
   const auto* in_run = dynamic_cast<const ProcessLost*>(&error);
-  if (in_run == nullptr && dynamic_cast<const c10::DistBackendError*>(&error) == nullptr) {
-    try {
-      set_text(*processes.store, failure_key(processes.rank), own);
-    } catch (const std::exception&) {
-      return own;  // the others have ended
-    }
-    // What all find out at the same time, the first says for all.
-    const auto said = [&] { return text_at(*processes.store, failure_key(0)); };
-    for (const auto end = Clock::now() + kBeat; !processes.writes() && Clock::now() < end;) {
-      if (said() == own) return "";
-      std::this_thread::sleep_for(kLook / 4);
-    }
-    return processes.writes()
-               ? own
-               : c10::str("process ", processes.rank, " of ", processes.count, ": ", own);
+  const bool lost =
+      in_run != nullptr || dynamic_cast<const c10::DistBackendError*>(&error) != nullptr;
+  const auto words = within(kPatience, [processes, own, lost] {
+    return lost ? why_lost(processes) : own_failure(processes, own);
+  });
+  const std::string self =
+      processes.writes() && !lost
+          ? ""
+          : c10::str("process ", processes.rank, " of ", processes.count, ": ");
+  if (!lost) {
+    if (words && words->empty()) return "";
+    return self + own;
   }
-  const std::string self = c10::str("process ", processes.rank, " of ", processes.count, ": ");
-  std::string why = failure_of_another(processes);
-  if (why.empty() && !answers(*processes.store)) {
-    why = "process 0, which all others meet at, has ended";
-  } else if (why.empty()) {
-    const auto quiet = silent(processes);
-    why = failure_of_another(processes);  // which may take a moment
-    if (why.empty() && !quiet.empty()) {
-      why = names_of(quiet) + (quiet.size() == 1 ? " has ended or does" : " have ended or do") +
-            " not answer";
-    }
-  }
-  return self + (why.empty() ? own : why) + (in_run == nullptr ? "" : in_run->hint);
+  return self + words.value_or("process 0, which all others meet at, does not answer") +
+         (in_run == nullptr ? "" : in_run->hint);
 }
 
 }  // namespace train

@@ -68,13 +68,17 @@ std::vector<int64_t> sum(const Processes& processes, const std::vector<int64_t>&
 /// The tensor of the first process, written to that of all others.
 void broadcast(const Processes& processes, const torch::Tensor& tensor);
 
-/// A wish to stop, which any process may have. All see it soon.
+/// A wish to stop, which any process may have. All see it soon. Neither waits for the store.
 void ask_to_stop(const Processes& processes);
 bool stop_asked(const Processes& processes);
 
-/// The first process's text of the first start, if torchrun has started the processes anew; else `text`. Only the first
-/// process may ask.
-std::string text_of_first_start(const Processes& processes, const std::string& text);
+/// What the first process keeps for the case that torchrun starts all anew. Without it, `text` is what it gets.
+std::string kept_over_restarts(
+    const Processes& processes, const std::string& key, const std::string& text);
+
+/// Whether the processes had begun or taken over a run before torchrun started them anew. Only the first one says and asks.
+void say_run_has_begun(const Processes& processes);
+bool run_has_begun(const Processes& processes);
 
 /// What to say when this process fails with `error`; "" if another process says it. Tells the others. After a collective
 /// function failed, it finds out which process ended or does not answer, or what that one said.

@@ -214,14 +214,14 @@ uint32_t sampled_crc(const gpt::TokenStream& stream, int64_t size, uint32_t crc)
   return crc;
 }
 
-// With an ordered reduction it should suit several numbers of processes: if possible, a divisor of an eighth of the batch.
+// With an ordered reduction it should suit several numbers of processes: it divides a half, a quarter or an eighth of the
+// batch, if that is a whole number.
 int64_t default_micro_batch(const Config& config) {
-  constexpr int64_t kParts = 8;
   const bool ordered = config.reduction == "ordered";
-  const int64_t whole =
-      ordered && config.batch % kParts == 0 ? config.batch / kParts : config.batch;
-  int64_t size = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, whole);
-  while (ordered && whole % size != 0) --size;
+  int64_t part = config.batch;
+  for (int halvings = 0; ordered && halvings < 3 && part % 2 == 0; ++halvings) part /= 2;
+  int64_t size = std::clamp<int64_t>(kMicroBatchTokens / config.context, 1, part);
+  while (ordered && part % size != 0) --size;
   return size;
 }
 

@@ -131,7 +131,7 @@ class Trainer {
  private:
   void step(Records* records);
   std::vector<double> add_own_gradients();
-  double agreed_sum(const std::function<std::vector<double>()>& parts);
+  double agreed_sum(bool validating, const std::function<std::vector<double>()>& parts);
   double measure(Values& values, const std::vector<group_muon::OwnGradient>& gradients);
   double validate();
   void set_learning_rates(double factor);
@@ -266,7 +266,7 @@ void Trainer::initialize() {
 void Trainer::share() {
   if (processes_.alone()) return;
   for (const auto& weight : model_.parameters()) broadcast(processes_, weight);
-  if (state_.step > 0) {
+  if (saved_) {
     for (const auto& tensor : tensors_of_state(model_, optimizer_)) broadcast(processes_, tensor);
     set_steps(optimizer_, state_.step);
   }
@@ -291,7 +291,7 @@ void Trainer::step(Records* records) {
   const double factor = lr_factor(config_, state_.step);
   set_learning_rates(factor);
   optimizer_.zero_grad();
-  const double loss = agreed_sum([&] { return add_own_gradients(); });
+  const double loss = agreed_sum(/*validating=*/false, [&] { return add_own_gradients(); });
 
   Values values = {{"loss", loss}, {"lr_factor", factor}};
   const torch::NoGradGuard no_grad;
@@ -339,9 +339,10 @@ std::vector<double> Trainer::add_own_gradients() {
 }
 
 // Collective. The sum of what all processes contribute, in their order. Gives up if one of them wants to stop.
-double Trainer::agreed_sum(const std::function<std::vector<double>()>& parts) {
+double Trainer::agreed_sum(bool validating, const std::function<std::vector<double>()>& parts) {
   std::vector<double> own = {0};  // 1: stop
   try {
+    before(validating)(0);  // also where this process has no part
     const auto contributed = parts();
     own.insert(own.end(), contributed.begin(), contributed.end());
   } catch (const Stop&) {
@@ -555,7 +556,7 @@ Outcome run_or_say_where(Trainer& trainer, const Run& run) {
         std::string(error.what()) +
         ". The steps since its last checkpoint are lost; a folder that was moved can be resumed");
   } catch (const std::exception& error) {
-    throw std::runtime_error(message_of(error) + hint());
+    throw std::runtime_error(message_of(error) + (run.lock == nullptr ? "" : hint()));
   }
 }
 
@@ -648,7 +649,10 @@ Outcome train(
   trainer.initialize();
   Run run;
   run.config = config;
-  if (processes.writes()) run = begin_run(config, std::move(lock), processes.count);
+  if (processes.writes()) {
+    run = begin_run(config, std::move(lock), processes.count);
+    say_run_has_begun(processes);
+  }
   if (listener.begin) listener.begin(config.out);
   return run_or_say_where(trainer, run);
 }
@@ -678,7 +682,10 @@ Outcome resume(const Run& run, const Listener& listener, const Processes& proces
   } else {
     trainer.load(run);
   }
-  if (processes.writes()) take_over(run, processes.count);
+  if (processes.writes()) {
+    take_over(run, processes.count);
+    say_run_has_begun(processes);
+  }
   return run_or_say_where(trainer, run);
 }
 

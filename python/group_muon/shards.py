@@ -551,6 +551,7 @@ class Shards:
     def _plan(self, entries: Sequence[Entry]) -> None:
         self._bytes_sent += sum(team.bytes_sent for team in self._teams.values())
         self.entries = list(entries)
+        self._planned = [entry.layout for entry in entries]
         self._numbers = {id(entry.weight): number for number, entry in enumerate(entries)}
         self._teams = {}
         known: dict[Any, _Geometry] = {}
@@ -597,8 +598,7 @@ class Shards:
 
     def _compare(self, options: str) -> None:
         """Collective. Rejects a process with other weights, layouts, meshes or options, and names it."""
-        self._bytes_sent += sum(circle.exchange.bytes_sent() for circle in self._circles)
-        self._circles = []
+        circles = []
         by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, entry in enumerate(self.entries):
             mesh = cast(Any, entry.weight).device_mesh
@@ -614,19 +614,19 @@ class Shards:
             exchange = torch.classes.group_muon.Exchange(
                 self._group_of(ranks).group_name, names, like, layouts, options
             )
-            self._circles.append(_Circle(exchange, numbers))
+            circles.append(_Circle(exchange, numbers))
+        self._bytes_sent += sum(circle.exchange.bytes_sent() for circle in self._circles)
+        self._circles = circles
 
     def agree(self, entries: Sequence[Entry], options: str, active: Iterable[Tensor]) -> None:
         """Before a step. Collective if something is exchanged: rejects a process that would do anything else than the
         others, and names it. `active` are the weights with gradients. New layouts are planned."""
-        before, self_entries = self.entries, list(entries)
-        if [id(entry.weight) for entry in before] != [id(entry.weight) for entry in entries]:
+        if [id(entry.weight) for entry in self.entries] != [id(entry.weight) for entry in entries]:
             self._plan(entries)
             self._compare(options)
-            before = self_entries
         numbers = {self._numbers[id(weight)] for weight in active}
         traded = {number for team in self._teams.values() for number in team.traded}
-        self.entries = self_entries
+        self.entries = list(entries)
         for circle in self._circles:
             if traded.isdisjoint(circle.numbers):
                 continue
@@ -641,7 +641,7 @@ class Shards:
             for circle_ in self._circles:
                 grads = [torch.empty(()) if n in numbers else None for n in circle_.numbers]
                 circle_.exchange.with_gradient(grads, True)
-        if [entry.layout for entry in before] != [entry.layout for entry in entries]:
+        if self._planned != [entry.layout for entry in entries]:
             self._plan(entries)
 
     def step(self, batches: Mapping[str, Sequence[_Weight]]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from test_sharing import GROUPINGS, gradient, layouts, parameters, run, weights_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -269,7 +268,25 @@ def _agreement(rank: int, processes: int, folder: str) -> None:
         assert expected in str(error.value), (what, str(error.value))
         for weight, old in zip(parameters(groups), before, strict=True):
             assert torch.equal(weight.detach().to_local(), old.to_local())  # type: ignore[attr-defined]
+    _go_on_together(build())
     _refusals(mesh)
+
+
+def _go_on_together(groups: list[dict[str, Any]]) -> None:
+    """After one process alone had another grouping, the others get it, too."""
+    optimizer, alone = group_muon.GroupMuon(groups), weights_of("3:random")
+    reference = group_muon.GroupMuon(alone)
+    for own_groups, own in ((alone, reference), (groups, optimizer)):
+        set_gradients(parameters(own_groups), 0)
+        if own is reference or dist.get_rank() == 1:
+            own.set_grouping("6:interval", "q")
+    with pytest.raises(ValueError, match="process 1 of 3"):
+        optimizer.step()
+    if dist.get_rank() != 1:
+        optimizer.set_grouping("6:interval", "q")
+    optimizer.step()
+    reference.step()
+    assert_same(groups, [weight.detach() for weight in parameters(alone)])
 
 
 def _refusals(mesh: Any) -> None:
@@ -379,6 +396,8 @@ def test_schedules_accumulation_clipping_frozen_weights_and_loaded_states(tmp_pa
 
 
 def _model(kind: str) -> nn.Module:
+    import transformers  # takes seconds, in every process
+
     torch.manual_seed(5)
     if kind == "gpt2":
         sizes = transformers.GPT2Config(

@@ -26,6 +26,7 @@ struct Processes {
   c10::intrusive_ptr<c10d::Store> common =
       {};                                     // of all their starts, if torchrun starts them again
   std::shared_ptr<Heartbeat> heartbeat = {};  // tells the others that this process lives
+  std::chrono::seconds timeout = {};          // for collective functions
 
   bool alone() const { return count == 1; }
   bool writes() const { return rank == 0; }  // files, and the progress line

@@ -435,7 +435,8 @@ double Trainer::validate() {
     batch.starts.push_back(i * config_.context);
   }
   const double loss =
-      agreed_sum([&] { return losses(model_, batch, before(/*validating=*/true)); }) /
+      agreed_sum(
+          /*validating=*/true, [&] { return losses(model_, batch, before(/*validating=*/true)); }) /
       static_cast<double>(validation_windows_);
   model_.set_precision(matmul_precision(config_.precision));
   model_.profile() = of_training;

@@ -19,6 +19,7 @@ template <typename Use>
 void for_each_micro_batch(
     gpt::Model& model, const Batch& batch, const BeforeMicroBatch& before, Use&& use) {
   const auto all = static_cast<int64_t>(batch.starts.size());
+  if (all == 0 && before) before(0);
   for (int64_t done = 0, count = 0; done < all; done += count) {
     if (before) before(static_cast<double>(done) / static_cast<double>(all));
     count = std::min(std::max<int64_t>(1, batch.micro_batch), all - done);

@@ -24,7 +24,7 @@ struct Batch {
   int64_t sequences() const { return total > 0 ? total : static_cast<int64_t>(starts.size()); }
 };
 
-/// Called before every micro-batch with the fraction that is done. May throw to give up.
+/// Called before every micro-batch with the fraction that is done, and once if there is none. May throw to give up.
 using BeforeMicroBatch = std::function<void(double done)>;
 
 /// Adds the gradients of the whole batch's mean loss to the weights', as far as these sequences contribute to it.

@@ -408,7 +408,7 @@ bool run_has_begun(const Processes& processes) {
 }
 
 std::string words_of_failure(const Processes& processes, const std::exception& error) {
-  const std::string own = message_of(error);
+  std::string own = message_of(error);
   if (processes.alone()) return own;
   const auto* in_run = dynamic_cast<const ProcessLost*>(&error);
   const bool lost =

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -131,7 +132,7 @@ class Trainer {
  private:
   void step(Records* records);
   std::vector<double> add_own_gradients();
-  double agreed_sum(bool validating, const std::function<std::vector<double>()>& parts);
+  double agreed_sum(const std::function<std::vector<double>()>& parts);
   double measure(Values& values, const std::vector<group_muon::OwnGradient>& gradients);
   double validate();
   void set_learning_rates(double factor);
@@ -144,7 +145,7 @@ class Trainer {
   void check_processes() const;
   int64_t together() const;
   void share();
-  void write_validation(MetricsLog& metrics) const;
+  void write_validation(MetricsLog& metrics, double loss) const;
   bool is_due(int64_t interval) const {
     return state_.step == config_.steps || (interval > 0 && state_.step % interval == 0);
   }
@@ -291,7 +292,7 @@ void Trainer::step(Records* records) {
   const double factor = lr_factor(config_, state_.step);
   set_learning_rates(factor);
   optimizer_.zero_grad();
-  const double loss = agreed_sum(/*validating=*/false, [&] { return add_own_gradients(); });
+  const double loss = agreed_sum([&] { return add_own_gradients(); });
 
   Values values = {{"loss", loss}, {"lr_factor", factor}};
   const torch::NoGradGuard no_grad;
@@ -339,10 +340,9 @@ std::vector<double> Trainer::add_own_gradients() {
 }
 
 // Collective. The sum of what all processes contribute, in their order. Gives up if one of them wants to stop.
-double Trainer::agreed_sum(bool validating, const std::function<std::vector<double>()>& parts) {
+double Trainer::agreed_sum(const std::function<std::vector<double>()>& parts) {
   std::vector<double> own = {0};  // 1: stop
   try {
-    before(validating)(0);  // also where this process has no part
     const auto contributed = parts();
     own.insert(own.end(), contributed.begin(), contributed.end());
   } catch (const Stop&) {
@@ -435,8 +435,7 @@ double Trainer::validate() {
     batch.starts.push_back(i * config_.context);
   }
   const double loss =
-      agreed_sum(
-          /*validating=*/true, [&] { return losses(model_, batch, before(/*validating=*/true)); }) /
+      agreed_sum([&] { return losses(model_, batch, before(/*validating=*/true)); }) /
       static_cast<double>(validation_windows_);
   model_.set_precision(matmul_precision(config_.precision));
   model_.profile() = of_training;
@@ -503,9 +502,10 @@ Outcome Trainer::run(std::shared_ptr<FolderLock> lock) {
   try {
     for (;;) {
       if (is_due(config_.validation_interval) && !state_.validation_loss) {
-        state_.validation_loss = validate();
-        if (records != nullptr) write_validation(records->metrics);
-        if (listener_.validation) listener_.validation(state_.step, *state_.validation_loss);
+        const double loss = validate();
+        state_.validation_loss = loss;
+        if (records != nullptr) write_validation(records->metrics, loss);
+        if (listener_.validation) listener_.validation(state_.step, loss);
       }
       if (state_.step > 0 && is_due(config_.checkpoint_interval)) save(records);
       if (state_.step == config_.steps) return outcome(/*stopped=*/false);
@@ -517,9 +517,9 @@ Outcome Trainer::run(std::shared_ptr<FolderLock> lock) {
   }
 }
 
-void Trainer::write_validation(MetricsLog& metrics) const {
+void Trainer::write_validation(MetricsLog& metrics, double loss) const {
   metrics.write(
-      state_.step, {{"validation_loss", *state_.validation_loss}},
+      state_.step, {{"validation_loss", loss}},
       {{"engine", config_.engine},
        {"muon_engine", config_.muon.engine()},
        {"validation_engine", validation_engine(config_)},
@@ -597,13 +597,17 @@ Run run_of(const std::string& text) {
 // All processes must be of one build: others may add up in another order.
 void require_one_build(const Processes& processes) {
   const auto facts = machine_facts();
+  char checksum[16];
+  std::snprintf(checksum, sizeof checksum, "%08x", crc32c_of_file("/proc/self/exe"));
   const auto builds = gather(
-      processes, "commit " + facts["commit"].get<std::string>() + " with torch " +
-                     facts["torch"].get<std::string>());
+      processes, c10::str(
+                     "commit ", facts["commit"].get<std::string>(), " with torch ",
+                     facts["torch"].get<std::string>(), " and checksum ", checksum));
   for (size_t rank = 1; rank < builds.size(); ++rank) {
     TORCH_CHECK_VALUE(
-        builds[rank] == builds[0], "process ", rank, " of ", builds.size(), " is ", builds[rank],
-        ", but process 0 is ", builds[0], "; install the same build everywhere");
+        builds[rank] == builds[0], "process ", rank, " of ", builds.size(),
+        " runs another build of group-muon (", builds[rank], ") than process 0 (", builds[0],
+        "); install the same one everywhere");
   }
 }
 

@@ -184,7 +184,8 @@ std::vector<int> silent(const Processes& processes) {
   for (const auto end = Clock::now() + kSilence; !quiet.empty() && Clock::now() < end;) {
     std::this_thread::sleep_for(kBeat / 4);
     for (auto rank = quiet.begin(); rank != quiet.end();) {
-      const bool beats = text_at(*processes.store, beat_key(*rank)) != before[*rank];
+      const std::string now = text_at(*processes.store, beat_key(*rank));
+      const bool beats = !now.empty() && now != before[*rank];
       rank = beats ? quiet.erase(rank) : std::next(rank);
     }
   }
@@ -424,6 +425,8 @@ std::string words_of_failure(const Processes& processes, const std::exception& e
     if (words && words->empty()) return "";
     return self + own;
   }
+  // It may serve the store, in which the others are still looking.
+  if (processes.writes()) std::this_thread::sleep_for(kSilence);
   return self + words.value_or("process 0, which all others meet at, does not answer") +
          (in_run == nullptr ? "" : in_run->hint);
 }

@@ -62,17 +62,26 @@ torch::nn::Module& net_of(torch::nn::Module& model) {
   return only ? net_of(*only) : model;
 }
 
-// The last matrix of an output head.
+Tensor own_weight(torch::nn::Module& module) {
+  const auto own = module.named_parameters(/*recurse=*/false);
+  const auto* weight = own.find("weight");
+  return weight == nullptr ? Tensor() : *weight;
+}
+
+// The last matrix of an output head. None if the matrix is square and a norm follows: that is what comes before the
+// output.
 Tensor last_matrix(torch::nn::Module& head) {
   Tensor last;
+  bool norm = false;
   for (const auto& module : head.modules()) {
     const Tensor weight = weight_of_layer(*module);
+    const Tensor own = own_weight(*module);
+    norm = !weight.defined() && (norm || (own.defined() && own.dim() == 1));
     if (weight.defined()) last = weight;
   }
-  if (last.defined()) return last;
-  const auto own = head.named_parameters(/*recurse=*/false);
-  const auto* weight = own.find("weight");
-  return weight != nullptr && weight->dim() >= 2 ? *weight : last;
+  if (last.defined()) return norm && last.size(0) == last.size(1) ? Tensor() : last;
+  const Tensor weight = own_weight(head);
+  return weight.defined() && weight.dim() >= 2 ? weight : Tensor();
 }
 
 void find_heads(torch::nn::Module& model, std::set<void*>& found) {

@@ -11,7 +11,7 @@ namespace {
 // Made at the first use.
 struct Patterns {
   const std::regex head{
-      R"((\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out)"
+      R"((?!pre_)(\w+_)?(lm_head|lm_heads|classifier|classification_head|seq_relationship|qa_outputs|score|embed_out)"
       R"(|logits_proj|start_logits|end_logits|answer_class|dense_prediction|vocab_projector|to_logits|unembed))"};
   // Unless a numbered layer or attention has them.
   const std::regex maybe_head{R"((\w+_)?heads?)"};
@@ -20,7 +20,8 @@ struct Patterns {
   const std::regex table{
       R"(token|embed|(^|_)emb(s|$|_)|(^|_)pos(_|$|ition)|latent|quer(y|ies)($|_)|prompt|probe|table|(^|_)rpb)"
       R"(|codebook|codevector|prototype|register)"};
-  const std::regex bias{"bias(_[uv])?$"};
+  const std::regex map{"proj"};  // prompts_visual_projection
+  const std::regex bias{"bias(es|_[uv])?$"};
   const std::regex state_space{R"(A_logs?|Ds?|A|dt|dt_bias|time_(decay|first|mix\w*|faaaa))"};
 };
 
@@ -53,7 +54,8 @@ std::string head_by_name(std::string_view module) {
 std::string role_by_name(std::string_view parameter) {
   if (matches(parameter, patterns().state_space)) return "constant";
   if (contains(parameter, patterns().bias)) return "bias";
-  return contains(parameter, patterns().table) ? "embedding" : "";
+  const bool table = contains(parameter, patterns().table) && !contains(parameter, patterns().map);
+  return table ? "embedding" : "";
 }
 
 bool is_embedding_name(std::string_view module) { return module == "wte" || module == "wpe"; }

@@ -691,6 +691,25 @@ TEST(Assemble, ConvolutionsAreFlattenedAndEmbeddingBagsAreAdamWs) {
   EXPECT_EQ(layouts, expected);
 }
 
+struct Prediction : torch::nn::Module {
+  struct Inner : torch::nn::Module {
+    torch::nn::Linear dense = register_module("dense", torch::nn::Linear(8, 8));
+    torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(std::vector{8L}));
+  };
+  std::shared_ptr<Inner> lm_head = register_module("lm_head", std::make_shared<Inner>());
+  torch::nn::Linear classifier = register_module("classifier", torch::nn::Linear(8, 8));
+  torch::nn::Linear pre_classifier = register_module("pre_classifier", torch::nn::Linear(8, 8));
+};
+
+TEST(Assemble, WhatComesBeforeAnOutputHeadIsAMatrix) {
+  Prediction model;
+  auto optimizer = assemble(model);
+  ASSERT_EQ(optimizer.param_groups().size(), 2U);
+  EXPECT_EQ(
+      group_options(optimizer, 1).names(),
+      (std::vector<std::string>{"lm_head.dense.weight", "pre_classifier.weight"}));
+}
+
 TEST(Assemble, ALayoutThatFitsNoWeightIsAnError) {
   TinyGpt model;
   AssembleOptions options;

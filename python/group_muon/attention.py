@@ -49,10 +49,11 @@ _SEPARATE = (
 _BESIDE = {
     "query_global": "q", "key_global": "k", "value_global": "v",  # Longformer
     "pos_q_proj": "q", "pos_query_proj": "q", "pos_proj": "k", "pos_key_proj": "k",  # DeBERTa
+    "linear_pos": "k", "relative_k_proj": "k",  # Conformers: keys of positions
 }  # fmt: skip
 _OUTPUT = (
     "o_proj", "out_proj", "c_proj", "dense", "wo", "o", "out_lin", "Wo", "proj", "projection", "to_out",
-    "linear_out", "output_proj",
+    "linear_out", "output_proj", "output", "projection_layer", "post",
 )  # fmt: skip
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv", "qkv_linear", "in_proj")
 
@@ -77,7 +78,8 @@ _C_ATTN = ("gpt2", "openai", "imagegpt", "decision_transformer", "gpt_bigcode")
 _GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 # Children of an attention module that make queries, keys or values, by their names.
-_QKV_LIKE = re.compile(r"(^|_)w?(q|k|v|qk|kv|qkv|query|key|value)(_|$)")
+_QKV_LIKE = re.compile(r"(^|_)w?(q|k|v|qk|kv|qkv|query|key|value)(_|$)|^r_proj$|^pos_proj$")
+_OUTPUT_LIKE = re.compile(r"^(o|out|output|proj|dense|post)(_|$)|_(o|out|output)$")
 _HEADLESS = re.compile(r"norm|conv|bias|(^|_)a_proj|kv_a_proj_with_mqa")
 
 
@@ -113,8 +115,14 @@ def attention_choices(model: nn.Module, wanted: Wanted) -> dict[int, Choice]:
     """id(weight) → choice, for the weights of attention modules."""
     choices: dict[int, Choice] = {}
     known: tuple[str, ...] = ()  # names of modules, with a dot
+    attention: tuple[str, ...] = ()
     for site in _sites(model, wanted):
-        here = _choices_at(site, inside=site.name.startswith(known))
+        inside_known = site.name.startswith(known)
+        here = _choices_at(site, inside_known)
+        if not here and site.name.startswith(attention):
+            here = _choices(site, _forgotten(site, []))
+        if here or named_attention(site.module):
+            attention += (site.name + "." if site.name else "",)
         if any(choice.state != UNRESOLVED for choice in here.values()):
             known += (site.name + "." if site.name else "",)
         for key, choice in here.items():
@@ -136,7 +144,7 @@ def _sites(model: nn.Module, wanted: Wanted) -> Iterator[Site]:
         yield Site(bare(name), module, modules[parent] if name else None, configs[name], wanted)
 
 
-def _choices_at(site: Site, inside: bool) -> dict[int, Choice]:
+def _choices_at(site: Site, inside_known: bool) -> dict[int, Choice]:
     """The choices for one module, which may lie inside a known attention module."""
     found: list[_Found] = []
     try:
@@ -146,11 +154,16 @@ def _choices_at(site: Site, inside: bool) -> dict[int, Choice]:
                 found += _forgotten(site, found)
                 break
         else:
-            if named_attention(site.module) or (not inside and declares_heads(site.module)):
+            outer = not inside_known and declares_heads(site.module)
+            if named_attention(site.module) or outer or _makes_queries_and_keys(site.module):
                 kind = class_name(site.module)
                 raise UnresolvedError(f"{kind} is not a known kind of attention")
     except UnresolvedError as reason:
         found = [_Found(p, str(reason)) for p in _all_projections(site.module)]
+    return _choices(site, found)
+
+
+def _choices(site: Site, found: list[_Found]) -> dict[int, Choice]:
     choices: dict[int, Choice] = {}
     for item in found:
         choice = _choice(site, item)
@@ -419,16 +432,30 @@ def _output(site: Site, sizes: Sizes) -> list[_Found]:
     """The output projection, whose heads are columns. In BERT's family it lies beside the module."""
     projection = _projection(site.module, *_OUTPUT)
     parent = site.parent
-    if projection is None and class_name(parent).lower().endswith("attention"):
+    if projection is None and class_name(parent).lower().endswith(("attention", "attentionlayer")):
         beside = getattr(parent, "output", None)
         if isinstance(beside, nn.Module) and isinstance(parent, nn.Module):
             projection = _projection(beside, "dense") or _projection(parent, "output")
-    if projection is None:
-        return []
     heads, columns = sizes.of("o")
+    if projection is None:
+        return _perhaps_output(site.module, heads * columns)
+    if site.family == "diffllama":  # the difference of two heads is one head of twice the size
+        heads, columns = heads // 2, 2 * columns
     layout = lay.output_projection(heads, columns, site.wanted.grouping("o", heads))
     why = f"output projection, {heads} heads × {columns} ({sizes.source})"
     return [_checked(projection, heads * columns, sizes.source, layout, why, axis=1)]
+
+
+def _perhaps_output(module: nn.Module, columns: int) -> list[_Found]:
+    """Layers further inside that the name and the number of inputs make an output projection."""
+    found = []
+    for name, layer in module.named_modules():
+        weight = weight_of(layer) if _OUTPUT_LIKE.search(name.rpartition(".")[2]) else None
+        if weight is not None and weight.dim() == 2 and not _not_a_projection(layer):
+            projection = _Projection(weight, layer, name.rpartition(".")[2])
+            if projection.extent(1) == columns:
+                found.append(_Found(projection, "it may be the output projection, by its name"))
+    return found
 
 
 def _checked(
@@ -463,7 +490,7 @@ def _unwrapped(child: nn.Module) -> nn.Module:
     inner = getattr(child, "linear", None)
     if isinstance(inner, nn.Module) and not hasattr(child, "weight"):
         return inner
-    if isinstance(child, nn.Sequential) and len(child):
+    if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child):
         return child[0]
     return child
 
@@ -474,7 +501,25 @@ def _all_projections(module: nn.Module) -> list[_Projection]:
     own = getattr(module, "weight", None)
     if isinstance(own, Tensor) and own.dim() == 2 and not isinstance(module, nn.Embedding):
         found.append(_Projection(own, module))
+    parameters = module.named_parameters(recurse=False)
+    found += [_Projection(p, None, n) for n, p in parameters if p.dim() >= 2 and _qkv_of(n)]
     return [p for p in found if p is not None and not _not_a_projection(p.layer)]
+
+
+def _qkv_of(name: str) -> set[str]:
+    """Which of q, k and v a weight makes by its name, such as W_Q, to_qkv or keys."""
+    parts = r"(?:^|_)w?(qkv|qk|kv|q|k|v|query|queries|key|value)s?(?=_|$)"
+    words = re.findall(parts, name.lower())
+    letters = [word if set(word) <= {*"qkv"} else word[0] for word in words]
+    return set("".join(letters))
+
+
+def _makes_queries_and_keys(module: nn.Module) -> bool:
+    """Whether a module is attention by what it holds: layers or parameters for queries and for keys."""
+    layers = [n for n, _ in module.named_children() if _projection(module, n)]
+    matrices = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 2]
+    made = [_qkv_of(name) for name in layers + matrices if not _HEADLESS.search(name.lower())]
+    return {"q", "k"} <= set().union(*made)
 
 
 def _not_a_projection(layer: nn.Module | None) -> bool:

@@ -32,7 +32,10 @@ _DOWN = re.compile(r"down|^w2|^wo|fc2|mlp2|output")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_experts", "num_local_experts", "n_routed_experts")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim")
 # Linear layers that hold a gate and an up-projection, one half each, by family; "": any.
-_GATE_UP = {"gate_up_proj": "", "Wi": "modernbert", "weights_in": "", "input_linear": "granite"}
+_GATE_UP: dict[str, str | tuple[str, ...]] = {
+    "gate_up_proj": "", "gate_up": "", "Wi": "modernbert", "weights_in": "", "input_linear": ("granite", "jetmoe"),
+    "fc1": "moonshine", "proj": "clvp", "linear_1": ("aya_vision", "cohere2_vision"),
+}  # fmt: skip
 
 
 @dataclass
@@ -148,16 +151,24 @@ def _head_state(path: list[str], module: nn.Module) -> str:
 
 
 def _last_matrix(module: nn.Module) -> Tensor | None:
-    """The last matrix of a head. None if the module contains attention or has no matrix."""
+    """The last matrix of a head. None if the module contains attention or has no matrix.
+
+    Also None if the matrix is square and a norm follows: that is what comes before the output.
+    """
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    inner = [m for m in module.modules() if isinstance(m, kinds) or stored_in_by_out(m)]
+    modules = [*module.modules()]
+    inner = [m for m in modules if isinstance(m, kinds) or stored_in_by_out(m)]
     if not inner:
         own = getattr(module, "weight", None)
         table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         return own if isinstance(own, Tensor) and own.dim() >= 2 and not table else None
     if any("attention" in class_name(m).lower() for m in module.modules()):
         return None
-    return weight_of(inner[-1])
+    weight = weight_of(inner[-1])
+    after = [weight_of(m) for m in modules[modules.index(inner[-1]) + 1 :]]
+    norm = any(w is not None and w.dim() == 1 for w in after)
+    square = weight is not None and weight.shape[0] == weight.shape[1]
+    return None if norm and square else weight
 
 
 # Vectors.
@@ -203,17 +214,21 @@ def _convolution(conv: nn.modules.conv._ConvNd) -> Choice:
 
 
 def _linear(place: Place, wanted: Wanted) -> Choice:
-    path = _path(place.name.replace(".parametrizations.weight", ""))
-    child = path[-2] if len(path) > 1 else ""
     source, rows = family(place.owner, place.config), place.parameter.shape[0]
-    if child in _GATE_UP and source.startswith(_GATE_UP[child]) and _even(rows):
+    if _holds_gate_and_up(place, rows):
         layout, why = _gate_up(rows, True, wanted)
         return Choice("matrix", why, layout, KNOWN if source else GUESSED)
     return Choice("matrix", "matrix", lay.plain())
 
 
-def _even(number: int) -> bool:
-    return number % 2 == 0
+def _holds_gate_and_up(place: Place, outputs: int) -> bool:
+    path = _path(place.name.replace(".parametrizations.weight", ""))
+    child = path[-2] if place.attribute == "weight" and len(path) > 1 else place.attribute
+    source, families = family(place.owner, place.config), _GATE_UP.get(child)
+    if families is None or not source.startswith(families) or outputs % 2:
+        return False
+    # Moonshine's decoder has a gate, its encoder has none.
+    return child != "fc1" or outputs == 2 * getattr(place.config, "intermediate_size", 0)
 
 
 def _gate_up(rows: int, halves: bool, wanted: Wanted) -> tuple[str, str]:
@@ -231,8 +246,11 @@ def _gate_up(rows: int, halves: bool, wanted: Wanted) -> tuple[str, str]:
 
 def _named(place: Place) -> str:
     """The parameter's own name. In peft's dictionaries the last part names the adapter."""
+    path = place.name.split(".")
+    if isinstance(place.owner, nn.ParameterList):
+        return ".".join(path[-3:-1])
     in_dict = isinstance(place.owner, nn.ParameterDict)
-    return place.name.split(".")[-2] if in_dict and "." in place.name else place.attribute
+    return path[-2] if in_dict and len(path) > 1 else place.attribute
 
 
 def _parameter(place: Place, wanted: Wanted) -> Choice:
@@ -255,6 +273,12 @@ def _parameter(place: Place, wanted: Wanted) -> Choice:
     if "conv" in named and parameter.shape[1] == 1:
         return Choice("other", "depthwise convolution: a filter per channel, not a matrix")
     if _among_experts(place):
+        if re.search(r"(attn|attention)\w*\.(.*\.)?experts\.", place.name):
+            why, code = f"experts of attention ({kind}) are not known", "group_muon.plain()"
+            layout = lay.plain()
+            if parameter.dim() > 2:
+                layout, code = lay.stacked(layout), f"group_muon.stacked({code})"
+            return Choice("attention", why, layout, UNRESOLVED, None, code)
         return _expert(place, wanted)
     if parameter.dim() > 2:
         why = f"stack of matrices out × in ({kind}.{attribute})"
@@ -276,7 +300,7 @@ def _expert(place: Place, wanted: Wanted) -> Choice:
     turned, reason = _direction(place)
     outputs = place.parameter.shape[-1 if turned else -2]
     layout, why = lay.plain(), ""
-    if re.fullmatch(r"gate_up(_proj)?", place.attribute) and _even(outputs):
+    if _holds_gate_and_up(place, outputs):
         halves = getattr(place.owner, "is_concatenated", True) is not False
         layout, why = _gate_up(outputs, halves, wanted)
     layout = lay.stacked(lay.transposed(layout) if turned else layout)

@@ -194,6 +194,43 @@ class SamCross(nn.Module):
         return self.cross_attn(x, x, x)
 
 
+def internvl():
+    return hf.InternVLVisionModel(hf.InternVLVisionConfig(**VISION))
+
+
+def pix2struct():
+    sizes = {**VISION, "d_kv": 12, "d_ff": 96, "patch_embed_hidden_size": 20, "seq_len": 16}
+    del sizes["intermediate_size"], sizes["image_size"]
+    model = hf.Pix2StructVisionModel(hf.Pix2StructVisionConfig(**sizes))
+    rows_and_columns = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
+    patches = torch.cat([rows_and_columns, torch.randn(6, 20)], -1)
+    return model, {"flattened_patches": patches[None]}
+
+
+def conformer():
+    config = hf.Wav2Vec2ConformerConfig(
+        **HEADS, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, position_embeddings_type="relative",
+        conv_depthwise_kernel_size=3,
+    )  # fmt: skip
+    return hf.Wav2Vec2ConformerModel(config), {"input_values": torch.randn(1, 200)}
+
+
+def parakeet():
+    config = hf.ParakeetEncoderConfig(
+        **HEADS,
+        num_mel_bins=16,
+        subsampling_conv_channels=8,
+        subsampling_factor=2,
+        conv_kernel_size=3,
+    )
+    return hf.ParakeetEncoder(config), {"input_features": torch.randn(1, 20, 16)}
+
+
+def diffllama():
+    return hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**GROUPED, head_dim=4))
+
+
 def led():
     config = hf.LEDConfig(
         vocab_size=64, d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=12,
@@ -355,6 +392,10 @@ FAMILIES = {
     "sam": lambda: image(sam()),
     "sam, mask decoder": lambda: vectors(SamCross()),
     "vit": lambda: image(hf.ViTForImageClassification(hf.ViTConfig(**VISION))),
+    "internvl": lambda: image(internvl()),
+    "pix2struct": pix2struct,
+    "wav2vec2-conformer": conformer,
+    "parakeet": parakeet,
     "blip": lambda: image(hf.BlipVisionModel(hf.BlipVisionConfig(**VISION))),
     "timm": lambda: vectors(TimmAttention()),
     "nanogpt": lambda: vectors(CausalSelfAttention()),

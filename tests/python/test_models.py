@@ -8,21 +8,24 @@ import peft
 import pytest
 import torch
 import transformers
-from head_checks import check_heads
+from head_checks import changed_columns, check_heads, heads_of
 from model_families import (
     FAMILIES,
     GROUPED,
     HEADS,
+    LATENT,
     CausalSelfAttention,
     bert,
     dbrx,
     deepseek,
+    diffllama,
     gpt2,
     gpt_oss,
     llama,
     llama4,
     modernbert,
     qwen3_next,
+    text,
     vectors,
     xlnet,
 )
@@ -218,6 +221,27 @@ def test_the_output_projection_of_bert_lies_beside_its_attention():
     assert layouts["bert.encoder.layer.0.output.dense.weight"] == "rows"  # the MLP's
 
 
+def test_two_heads_of_diffllama_make_one_head_of_its_output():
+    model, inputs = text(prepared(diffllama()))
+    layouts = layouts_of(quiet(model, {"q": 1, "o": 1}))
+    attention = model.model.layers[0].self_attn
+    target = attention.o_proj.weight, layouts["model.layers.0.self_attn.o_proj.weight"]
+    query = layouts["model.layers.0.self_attn.q_proj.weight"]
+    columns = heads_of(target[1], "o")
+    assert len(columns) == 6
+    for head, rows in enumerate(heads_of(query, "q")):
+        changed = changed_columns(
+            lambda: model(**inputs), attention.q_proj.weight, query, rows, target
+        )
+        assert sorted(changed) == columns[head % 6], head
+
+
+def test_keys_of_positions_have_heads():
+    model, _ = FAMILIES["wav2vec2-conformer"]()
+    layouts = layouts_of(quiet(model, 6))
+    assert layouts["encoder.layers.0.self_attn.linear_pos.weight"] == "rows k=12x4@0+4/6:random"
+
+
 def test_query_and_gate_of_a_head_are_separate_segments():
     layouts, _, table = trains(qwen3_next(), group_size=2)
     prefix = "model.layers.1.self_attn."
@@ -383,6 +407,41 @@ def test_unknown_attention_stays_plain_and_is_said():
     assert "UNRESOLVED, so plain: OddAttention is not a known kind of attention" in table
 
 
+@pytest.mark.parametrize(
+    "names",
+    ["to_qkv to_out", "W_Q W_K W_V W_O", "w_qs w_ks w_vs fc", "queries keys values", "q kv"],
+)
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(48, 48), lambda: nn.Parameter(torch.zeros(4, 48, 12))]
+)
+def test_attention_under_other_names_is_unresolved(names, layer):
+    """Whatever its class is called, and if it declares no heads."""
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in names.split():
+                setattr(self, name, layer())
+
+    _, table = printed(Nested(mix=Mixer()), 2)
+    lines = [line for line in table.splitlines() if "UNRESOLVED, so plain: Mixer is not" in line]
+    made = [line.split()[0].split(".")[1] for line in lines]
+    assert set(names.split()) - {"fc", "to_out", "W_O"} <= set(made)
+
+
+def test_keys_and_values_alone_are_not_attention():
+    """RWKV's channel mixing."""
+
+    class ChannelMix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("key", "receptance", "value"):
+                setattr(self, name, nn.Linear(48, 48))
+
+    _, table = printed(Nested(ffn=ChannelMix()))
+    assert table.endswith(" 0 guessed, 0 unresolved\n")
+
+
 def test_a_fused_weight_in_an_unknown_order_is_unresolved():
     groups, table = printed(Nested(mix=Fused()), 6)
     assert layouts_of(groups)["mix.qkv.weight"] == "rows"
@@ -434,6 +493,78 @@ def test_projections_that_no_rule_covers_are_unresolved():
     assert why in line_of(table, "attn.extra_query.weight")
     assert roles_of(groups)["attn.gate.weight"] == "matrix"
     assert layouts_of(groups)["attn.c_attn.weight"].startswith("rows q=12x4@0+4/2:random")
+
+
+def test_what_makes_queries_further_inside_attention_is_unresolved():
+    """DeepSeek V3.2 selects tokens by an indexer with heads of its own."""
+    config = transformers.DeepseekV32Config(
+        **LATENT, q_lora_rank=24, index_n_heads=2, index_head_dim=8, index_topk=4
+    )
+    groups, table = printed(transformers.DeepseekV32ForCausalLM(config), 2)
+    indexer = "model.layers.*.self_attn.indexer."
+    for name in ("wq_b", "wk"):
+        why = f"UNRESOLVED, so plain: the purpose of '{name}' is unknown"
+        assert why in line_of(table, f"{indexer}{name}.weight")
+    assert layouts_of(groups)["model.layers.0.self_attn.q_b_proj.weight"].startswith("rows nope=")
+    assert table.endswith(" 0 guessed, 4 unresolved\n")
+
+
+def test_experts_of_attention_are_unresolved():
+    """Those of JetMoE make queries and outputs."""
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=48, num_hidden_layers=1, num_key_value_heads=4, kv_channels=6,
+        intermediate_size=40, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    groups, table = printed(transformers.JetMoeForCausalLM(config), 2)
+    for name in ("input_linear", "output_linear"):
+        line = line_of(table, f"model.layers.*.self_attention.experts.{name}.weight")
+        assert "UNRESOLVED, so plain: experts of attention (JetMoeParallelExperts)" in line
+    assert layouts_of(groups)["model.layers.0.mlp.input_linear.weight"] == (
+        "rows stack gate=1x40@0+40/all up=1x40@40+40/all~1"
+    )
+    code = re.search(r"layouts=(\{.*?^\})", table, re.DOTALL | re.MULTILINE)[1]
+    eval(code.replace("HEADS, HEAD_DIM", "4, 12"), {"group_muon": group_muon})
+
+
+def test_an_output_projection_further_inside_is_unresolved():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.o_proj = nn.Linear(48, 60), nn.Linear(60, 48)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.head_dim = 12, 5
+            self.q_proj, self.k_proj = nn.Linear(48, 60), nn.Linear(48, 60)
+            self.v_proj, self.result = nn.Linear(48, 60), Gated()
+
+    groups, table = printed(Nested(attn=Attention()), 6)
+    why = "UNRESOLVED, so plain: it may be the output projection, by its name"
+    assert why in line_of(table, "attn.result.o_proj.weight")
+    assert roles_of(groups)["attn.result.gate_proj.weight"] == "matrix"
+    assert '"attn.result.o_proj.weight": group_muon.output_projection(12, 5, "all"),' in table
+
+
+def test_output_projections_in_lists_and_beside_attention():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.head_dim = 12, 4
+            self.to_q, self.to_k, self.to_v = (nn.Linear(48, 48) for _ in range(3))
+            self.to_out = nn.ModuleList([nn.Linear(48, 48), nn.Dropout()])
+
+    layouts = layouts_of(quiet(Nested(attn=Listed()), 6))
+    assert layouts["attn.to_out.0.weight"] == "columns o=12x4@0+4/all"
+
+    config = transformers.LxmertConfig(
+        vocab_size=64, hidden_size=48, num_attention_heads=12, l_layers=1, x_layers=1, r_layers=1,
+        intermediate_size=96, visual_feat_dim=8,
+    )  # fmt: skip
+    layouts = layouts_of(quiet(transformers.LxmertModel(config), 6))
+    for name in ("layer.0.attention", "x_layers.0.visual_attention", "x_layers.0.lang_self_att"):
+        assert layouts[f"encoder.{name}.output.dense.weight"] == "columns o=12x4@0+4/all"
+    assert layouts["encoder.layer.0.output.dense.weight"] == "rows"  # the MLP's
 
 
 def test_guesses_are_marked_and_counted():
@@ -590,6 +721,19 @@ def test_a_model_that_is_itself_called_attention_keeps_its_head():
     assert roles_of(quiet(OddAttention(), 2))["lm_head.weight"] == "head"
 
 
+def test_what_comes_before_an_output_head_is_a_matrix():
+    config = transformers.DistilBertConfig(
+        vocab_size=64, dim=48, n_layers=1, n_heads=12, hidden_dim=96
+    )
+    roles = roles_of(quiet(transformers.DistilBertForSequenceClassification(config), 6))
+    assert roles["pre_classifier.weight"] == "matrix" and roles["classifier.weight"] == "head"
+
+    ends = dict(pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)
+    config = transformers.ModernBertDecoderConfig(**HEADS, **ends, tie_word_embeddings=False)
+    roles = roles_of(quiet(transformers.ModernBertDecoderForCausalLM(config), 6))
+    assert roles["lm_head.dense.weight"] == "matrix" and roles["decoder.weight"] == "head"
+
+
 def test_a_decoder_stack_is_not_a_head():
     class EncoderDecoder(nn.Module):
         def __init__(self):
@@ -641,6 +785,19 @@ def test_what_is_no_matrix_goes_to_adamw_whatever_its_shape():
         **dict.fromkeys(["A_log", "conv_weight", "gate.weight", "conv1d.weight"], "other"),
     }
     assert " 0 guessed, 0 unresolved" in table
+
+
+def test_tables_in_a_list():
+    """Reformer's positions are two tables whose vectors are put together."""
+    config = transformers.ReformerConfig(
+        vocab_size=64, hidden_size=48, num_attention_heads=4, attention_head_size=12, attn_layers=["local"],
+        feed_forward_size=64, axial_pos_embds_dim=(16, 32), axial_pos_shape=(4, 8), is_decoder=False,
+    )  # fmt: skip
+    groups, table = printed(transformers.ReformerModel(config), 1)
+    roles = roles_of(groups)
+    tables = {role for name, role in roles.items() if "position_embeddings.weights" in name}
+    assert tables == {"embedding"}
+    assert table.endswith(" 0 guessed, 0 unresolved\n")
 
 
 def test_state_space_models():
@@ -775,6 +932,18 @@ def test_gate_and_up_in_one_weight_are_one_block_or_two(gate_up):
     ) == (gate_up == "two")
     with pytest.raises(ValueError, match="gate_up should be 'one' or 'two', not 'three'"):
         param_groups(phi3, 6, gate_up="three")
+
+
+def test_a_gate_in_the_decoder_alone():
+    config = transformers.MoonshineConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=80, encoder_num_hidden_layers=1, pad_token_id=0,
+        decoder_num_hidden_layers=1, encoder_num_attention_heads=6, decoder_num_attention_heads=6,
+    )  # fmt: skip
+    layouts = layouts_of(quiet(transformers.MoonshineModel(config), 6))
+    assert layouts["encoder.layers.0.mlp.fc1.weight"] == "rows"
+    assert layouts["decoder.layers.0.mlp.fc1.weight"] == (
+        "rows gate=1x80@0+80/all up=1x80@80+80/all~1"
+    )
 
 
 def test_two_blocks_are_the_gate_and_the_up_projection():

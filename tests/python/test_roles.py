@@ -16,11 +16,12 @@ ADAMW = [
     "output.weight", "out.weight", "decoder.weight", "fc.weight",
     "pos_embed", "body.pos_embed", "latents", "codebook", "query_tokens", "relative_position_bias_table",
     "body.0.register_tokens", "class_emb", "A_log", "body.0.D", "time_mix_k", "dt_bias", "pos_bias_u", "body.mask_bias",
+    "attention_biases",
 ]  # fmt: skip
 MUON = [
     "up_proj.weight", "overhead.weight", "body.fc.weight", "body.output.weight", "body.0.head.weight",
     "embedder.weight", "wte.weight", "scores.weight", "classifiers.weight", "Data", "kernel", "body.mixing",
-    "body.0.composition", "posterior",
+    "body.0.composition", "posterior", "pre_classifier.weight", "prompts_visual_projection",
 ]  # fmt: skip
 
 

@@ -508,9 +508,9 @@ def _all_projections(module: nn.Module) -> list[_Projection]:
 
 def _qkv_of(name: str) -> set[str]:
     """Which of q, k and v a weight makes by its name, such as W_Q, to_qkv or keys."""
-    parts = r"(?:^|_)w?(qkv|qk|kv|q|k|v|query|queries|key|value)s?(?=_|$)"
+    parts = r"(?:^|_)w?(qkvo?|qk|kv|q|k|v|query|queries|key|value)s?(?=_|$)"
     words = re.findall(parts, name.lower())
-    letters = [word if set(word) <= {*"qkv"} else word[0] for word in words]
+    letters = [word if set(word) <= {*"qkvo"} else word[0] for word in words]
     return set("".join(letters))
 
 

@@ -124,16 +124,23 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def adapters(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """LoRA's pairs (A: r × in, B: out × r) for a wrapped layer of peft."""
+    """LoRA's pairs (A: r × in, B: out × r) for a wrapped layer of peft. AdaLoRA's are bare parameters."""
     down, up = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
-    if not (isinstance(down, nn.ModuleDict) and isinstance(up, nn.ModuleDict)):
+    kinds = (nn.ModuleDict, nn.ParameterDict)
+    if not (isinstance(down, kinds) and isinstance(up, kinds)):
         return []
-    pairs = [(down[name], up[name]) for name in down if name in up]
-    return [
-        (a.weight, b.weight)
-        for a, b in pairs
-        if isinstance(a, nn.Linear) and isinstance(b, nn.Linear)
-    ]
+
+    def matrix(item: nn.Module | Tensor) -> Tensor | None:
+        return (
+            item.weight
+            if isinstance(item, nn.Linear)
+            else item
+            if isinstance(item, Tensor)
+            else None
+        )
+
+    pairs = [(matrix(down[name]), matrix(up[name])) for name in down if name in up]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def adapter_choices(module: nn.Module, choice: Choice) -> dict[int, Choice]:

@@ -15,6 +15,7 @@ from group_muon.choices import (
     Choice,
     Wanted,
     adapter_choices,
+    adapters,
     bare,
     class_name,
     family,
@@ -93,6 +94,24 @@ def adapted_choices(model: nn.Module, wanted: Wanted) -> dict[int, Choice]:
         if isinstance(base, nn.Linear):
             place = Place(f"{name}.weight", base.weight, base, "weight", None)
             choices |= adapter_choices(module, _linear(place, wanted))
+        if (
+            class_name(module) == "ParamWrapper"
+            and (count := getattr(module, "num_experts", 1)) > 1
+        ):
+            choices |= _adapters_of_experts(module, count)
+    return choices
+
+
+def _adapters_of_experts(module: nn.Module, count: int) -> dict[int, Choice]:
+    """peft stores A of all experts one below the other, and B with the experts' columns in turn."""
+    choices: dict[int, Choice] = {}
+    for a, b in adapters(module):
+        rank = a.shape[0] // count
+        rows = lay.pattern(1, expert=(count, rank, 1))
+        columns = lay.pattern(1, expert=(count * rank, 1, f"{rank}:interval"))
+        columns = columns.replace("rows", "columns", 1)
+        choices[id(a)] = Choice("matrix", f"LoRA A of {count} experts, rank {rank}", rows)
+        choices[id(b)] = Choice("matrix", f"LoRA B of {count} experts, rank {rank}", columns)
     return choices
 
 

@@ -983,6 +983,50 @@ def test_lora_adapters_have_the_heads_of_their_weights():
     assert "LoRA B of Q, 12 heads × 4" in line
 
 
+def test_adalora_adapters_have_the_heads_of_their_weights():
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, total_step=10, target_modules=["q_proj", "o_proj", "up_proj"]
+    )
+    groups, table = printed(peft.get_peft_model(llama(), config), 6)
+    layouts, prefix = layouts_of(groups), "base_model.model.model.layers.0."
+    assert layouts[prefix + "self_attn.q_proj.lora_B.default"] == "rows q=12x4@0+4/6:random"
+    assert layouts[prefix + "self_attn.o_proj.lora_A.default"] == "columns o=12x4@0+4/all"
+    assert layouts[prefix + "mlp.up_proj.lora_B.default"] == "rows"
+    assert table.endswith(" 0 guessed, 0 unresolved\n")
+
+
+def test_lora_of_experts_has_a_block_for_each_expert():
+    """All experts' A are one weight, and so are all their B."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(gpt_oss(), peft.LoraConfig(r=3, target_parameters=experts))
+    groups, table = printed(model, 2)
+    assert table.endswith(" 0 guessed, 0 unresolved\n")
+    wrapped = model.base_model.model.model.layers[0].mlp.experts
+    layouts, prefix = layouts_of(groups), "base_model.model.model.layers.0.mlp.experts."
+    name_a, name_b = prefix + "lora_A.default.weight", prefix + "lora_B.default.weight"
+    a, b = wrapped.lora_A["default"].weight.data, wrapped.lora_B["default"].weight.data
+    b.normal_()
+    before = wrapped.get_delta_weight("default")
+    for expert in range(4):
+        for weight, lines in ((a, a[3 * expert : 3 * expert + 3]), (b, b[:, expert::4])):
+            saved = weight.clone()
+            lines.add_(1)
+            changed = (wrapped.get_delta_weight("default") != before).flatten(1).any(1)
+            assert changed.nonzero().flatten().tolist() == [expert]
+            weight.copy_(saved)
+    for layout, kind, line in ((layouts[name_a], "rows", a), (layouts[name_b], "columns", b.T)):
+        gradient = torch.randn_like(line, dtype=torch.float64)
+        whole = gradient if kind == "rows" else gradient.T.contiguous()
+        mine = update(torch.zeros_like(whole), whole, layout)
+        mine = mine if kind == "rows" else mine.T
+        for expert in range(4):
+            part = slice(3 * expert, 3 * expert + 3) if kind == "rows" else slice(expert, None, 4)
+            block = gradient[part] if kind == "rows" else gradient[part].T.contiguous()
+            alone = update(torch.zeros_like(block), block, "rows")
+            alone = alone if kind == "rows" else alone.T
+            assert torch.allclose(mine[part], alone, atol=1e-9), (kind, expert)
+
+
 def test_lora_of_weights_stored_in_by_out():
     model = lora(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     layouts, _, _ = trains(model, group_size=6)

@@ -133,6 +133,10 @@ std::set<void*> adamw_matrices(torch::nn::Module& model, const AssembleOptions& 
       model, [&](const Tensor& weight) { found.insert(weight.unsafeGetTensorImpl()); });
   find_heads(model, found);
   find_by_own_name(model, found);
+  for (const auto& module : model.modules(/*include_self=*/false)) {
+    if (module->as<torch::nn::LayerNormImpl>() == nullptr) continue;  // over heads × size, say
+    for (const Tensor& own : module->parameters()) found.insert(own.unsafeGetTensorImpl());
+  }
   const auto insert_depthwise = [&](const auto* convolution) {
     if (convolution != nullptr && is_depthwise(*convolution)) {
       found.insert(convolution->weight.unsafeGetTensorImpl());

@@ -672,6 +672,8 @@ struct Mixed : torch::nn::Module {
   torch::nn::Conv1d depthwise =
       register_module("depthwise", torch::nn::Conv1d(torch::nn::Conv1dOptions(8, 8, 3).groups(8)));
   torch::nn::Linear head = register_module("head", torch::nn::Linear(8, 4));
+  torch::nn::LayerNorm norm =
+      register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{2, 4}));
   torch::nn::Linear overhead = register_module("overhead", torch::nn::Linear(8, 4));
 };
 
@@ -694,7 +696,8 @@ TEST(Assemble, ConvolutionsAreFlattenedAndEmbeddingBagsAreAdamWs) {
 struct Prediction : torch::nn::Module {
   struct Inner : torch::nn::Module {
     torch::nn::Linear dense = register_module("dense", torch::nn::Linear(8, 8));
-    torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(std::vector{8L}));
+    torch::nn::LayerNorm norm =
+        register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{8}));
   };
   std::shared_ptr<Inner> lm_head = register_module("lm_head", std::make_shared<Inner>());
   torch::nn::Linear classifier = register_module("classifier", torch::nn::Linear(8, 8));

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from group_muon import layouts as lay
@@ -501,8 +502,7 @@ def _all_projections(module: nn.Module) -> list[_Projection]:
     own = getattr(module, "weight", None)
     if isinstance(own, Tensor) and own.dim() == 2 and not isinstance(module, nn.Embedding):
         found.append(_Projection(own, module))
-    parameters = module.named_parameters(recurse=False)
-    found += [_Projection(p, None, n) for n, p in parameters if p.dim() >= 2 and _qkv_of(n)]
+    found += [_Projection(getattr(module, name), None, name) for name in _own_matrices(module)]
     return [p for p in found if p is not None and not _not_a_projection(p.layer)]
 
 
@@ -517,9 +517,17 @@ def _qkv_of(name: str) -> set[str]:
 def _makes_queries_and_keys(module: nn.Module) -> bool:
     """Whether a module is attention by what it holds: layers or parameters for queries and for keys."""
     layers = [n for n, _ in module.named_children() if _projection(module, n)]
-    matrices = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 2]
-    made = [_qkv_of(name) for name in layers + matrices if not _HEADLESS.search(name.lower())]
-    return {"q", "k"} <= set().union(*made)
+    names = [n for n in layers + _own_matrices(module) if not _HEADLESS.search(n.lower())]
+    return {"q", "k"} <= set().union(*map(_qkv_of, names))
+
+
+def _own_matrices(module: nn.Module) -> list[str]:
+    """Parameters that make queries, keys or values. One for queries alone may be a table of learned queries."""
+    own = module.named_parameters(recurse=False)
+    names = [n for n, p in own if _qkv_of(n) and sum(size > 1 for size in p.shape) > 1]
+    if {"q", "k"} <= set().union(*map(_qkv_of, names)):
+        return names
+    return [name for name in names if not torch.ops.group_muon.role_by_name(name)]
 
 
 def _not_a_projection(layer: nn.Module | None) -> bool:

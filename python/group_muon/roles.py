@@ -120,6 +120,9 @@ def choose(place: Place, wanted: Wanted) -> Choice:
     parameter, owner = place.parameter, place.owner
     if _is_vector(parameter):
         return _vector(place)
+    if re.search(r"norm(\dd|gated)?$", class_name(owner).lower()):
+        bias = "bias" in place.attribute
+        return Choice("bias", "bias") if bias else Choice("gain", "gain of a norm")
     if isinstance(owner, nn.modules.conv._ConvNd) and place.attribute == "weight":
         return _convolution(owner)
     if isinstance(owner, nn.Linear) and place.attribute == "weight":

@@ -429,6 +429,20 @@ def test_attention_under_other_names_is_unresolved(names, layer):
     assert set(names.split()) - {"fc", "to_out", "W_O"} <= set(made)
 
 
+def test_vectors_and_learned_queries_of_attention_are_no_projections():
+    class PoolAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time_mix_key = nn.Parameter(torch.zeros(1, 1, 48))
+            self.query = nn.Parameter(torch.zeros(1, 4, 48))
+            self.mix = nn.Linear(48, 48, bias=False)
+
+    groups, table = printed(Nested(pool=PoolAttention()))
+    roles = {"time_mix_key": "other", "query": "embedding", "mix.weight": "attention"}
+    assert roles_of(groups) == {f"pool.{name}": role for name, role in roles.items()}
+    assert table.endswith("3 weights: 2 known, 0 guessed, 1 unresolved\n")
+
+
 def test_keys_and_values_alone_are_not_attention():
     """RWKV's channel mixing."""
 
@@ -502,11 +516,25 @@ def test_what_makes_queries_further_inside_attention_is_unresolved():
     )
     groups, table = printed(transformers.DeepseekV32ForCausalLM(config), 2)
     indexer = "model.layers.*.self_attn.indexer."
-    for name in ("wq_b", "wk"):
-        why = f"UNRESOLVED, so plain: the purpose of '{name}' is unknown"
+    why = "UNRESOLVED, so plain: DeepseekV32Indexer is not a known kind of attention"
+    for name in ("wq_b", "wk", "weights_proj"):
         assert why in line_of(table, f"{indexer}{name}.weight")
     assert layouts_of(groups)["model.layers.0.self_attn.q_b_proj.weight"].startswith("rows nope=")
-    assert table.endswith(" 0 guessed, 4 unresolved\n")
+    assert table.endswith(" 0 guessed, 6 unresolved\n")
+
+
+def test_keys_further_inside_attention_are_unresolved():
+    """DeepSeek V4 compresses keys and values in a module of its own."""
+
+    class WithCompressor(CausalSelfAttention):
+        def __init__(self):
+            super().__init__()
+            self.compressor = Nested(kv_proj=nn.Linear(48, 8), up=nn.Linear(8, 8))
+
+    groups, table = printed(Nested(attn=WithCompressor()), 2)
+    why = "UNRESOLVED, so plain: the purpose of 'kv_proj' is unknown"
+    assert why in line_of(table, "attn.compressor.kv_proj.weight")
+    assert roles_of(groups)["attn.compressor.up.weight"] == "matrix"
 
 
 def test_experts_of_attention_are_unresolved():
@@ -785,6 +813,18 @@ def test_what_is_no_matrix_goes_to_adamw_whatever_its_shape():
         **dict.fromkeys(["A_log", "conv_weight", "gate.weight", "conv1d.weight"], "other"),
     }
     assert " 0 guessed, 0 unresolved" in table
+
+
+def test_gains_with_two_dimensions():
+    """Cohere normalizes the queries and keys of each head with gains of its own."""
+    config = transformers.CohereConfig(**GROUPED, use_qk_norm=True, pad_token_id=0)
+    groups, table = printed(transformers.CohereForCausalLM(config), 2)
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    assert roles_of(groups)[norm] == "gain"
+    assert line_of(table, norm.replace("0", "*")).split()[2] == "12×4"
+    assert table.endswith(" 0 guessed, 0 unresolved\n")
+    roles = roles_of(quiet(Nested(norm=nn.LayerNorm((12, 4)), up=nn.Linear(4, 4, bias=False))))
+    assert roles == {"norm.weight": "gain", "norm.bias": "bias", "up.weight": "matrix"}
 
 
 def test_tables_in_a_list():

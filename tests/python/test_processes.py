@@ -1,9 +1,12 @@
 """Several processes train one model: real torchrun, real kills, checkpoints compared byte by byte."""
 
+import bisect
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -260,16 +263,48 @@ def test_a_process_that_stands_still_is_named(data: Path, tmp_path: Path, still:
     runs[still].communicate()
 
 
-@pytest.mark.parametrize("moment", ["forward and backward", "collective", "checkpoint"])
+@functools.cache
+def functions() -> list[tuple[int, str]]:
+    """The program's functions in the order of their addresses."""
+    listed = subprocess.run(
+        ["nm", "-C", "--defined-only", "-n", PROGRAM], capture_output=True, text=True, check=True
+    ).stdout
+    found = [line.split(" ", 2) for line in listed.splitlines()]
+    return [(int(at, 16), name) for at, kind, name in found if kind in "tT"]
+
+
+def stop_inside(process: int, pattern: str) -> None:
+    """Stops the process where it executes a function of such a name."""
+    names = functions()
+    starts = [at for at, _ in names]
+    folder = Path("/proc", str(process))
+    program = str(Path(PROGRAM).resolve())
+    mapped = [line for line in (folder / "maps").read_text().splitlines() if line.endswith(program)]
+    base = min(int(line.split("-")[0], 16) for line in mapped)
+    while True:  # until the run ends, which is an error
+        os.kill(process, signal.SIGSTOP)
+        while (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(1e-4)
+        counter = int((folder / "syscall").read_text().split()[-1], 16) - base
+        if 0 <= counter < starts[-1] and re.search(
+            pattern, names[bisect.bisect(starts, counter) - 1][1]
+        ):
+            return
+        os.kill(process, signal.SIGCONT)
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "collective", "checkpoint"])
 def test_torchrun_goes_on_from_the_last_checkpoint(data: Path, tmp_path: Path, moment: str) -> None:
     options = {
         **SMALL, "steps": 60, "reduction": "ordered", "checkpoint_interval": 5, "keep": 1,
         "validation_interval": 20,
     }  # fmt: skip
-    if moment == "forward and backward":  # most of the time is spent there
-        options |= {"batch": 64, "micro_batch": 8}
+    if moment in ("forward", "backward"):
+        options |= {"batch": 64, "micro_batch": 8, "context": 64, "validation_interval": 60}
     train(data, tmp_path / "whole", **options)
     out = tmp_path / "run"
+    functions()  # takes a moment
     run = together(2, *arguments(data, out, **options), restarts=2)
     wait_for((out / "checkpoints/step-000005").exists)
     if moment == "checkpoint":
@@ -282,10 +317,14 @@ def test_torchrun_goes_on_from_the_last_checkpoint(data: Path, tmp_path: Path, m
             os.kill(children_of(run)[1], signal.SIGSTOP)
             time.sleep(0.5)
             victim = 0
+        else:
+            end = {"forward": "<", "backward": "_backward<"}[moment]
+            stop_inside(children_of(run)[1], f"::(gelu|attention|rms_norm|embed){end}")
     killed = children_of(run)
     os.kill(killed[victim], signal.SIGKILL)
     text = finish(run, 240)
     assert run.returncode == 0, text
+    assert f"resuming from {out}/checkpoints/" in text, text
     assert weights(out) == weights(tmp_path / "whole"), text
     assert values(out, "loss") == values(tmp_path / "whole", "loss")
     assert all(name.startswith("step-") for name in checkpoints(out))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import safetensors.numpy
 from running import (
     PROGRAM,
     arguments,
@@ -154,6 +155,36 @@ def test_a_run_of_processes_repeats_bit_for_bit(data: Path, tmp_path: Path) -> N
         train_together(3, data, tmp_path / name, steps=10, batch=7)
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
     assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
+def bytes_written(data: Path, out: Path, **options: object) -> int:
+    """What the second of two processes wrote, nearly all to sockets, as the kernel counts it."""
+    options = {
+        "width": 64,
+        "batch": 8,
+        "checkpoint_interval": 0,
+        "validation_interval": 100,
+        **options,
+    }
+    runs = list(by_hand(2, *arguments(data, out, **options)))
+    os.waitid(os.P_PID, runs[1].pid, os.WEXITED | os.WNOWAIT)
+    lines = Path(f"/proc/{runs[1].pid}/io").read_text().splitlines()
+    texts = [finish(run) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], texts
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+def test_a_step_reduces_once_and_sends_no_more_than_an_all_reduce(
+    data: Path, tmp_path: Path
+) -> None:
+    few = bytes_written(data, tmp_path / "few", micro_batch=1, steps=4)
+    whole = bytes_written(data, tmp_path / "whole", micro_batch=4, steps=12)
+    parts = bytes_written(data, tmp_path / "parts", micro_batch=1, steps=12)
+    assert parts == pytest.approx(whole, rel=1e-3)
+    saved = tmp_path / "parts/checkpoints/step-000012/model.safetensors"
+    elements = sum(tensor.size for tensor in safetensors.numpy.load_file(saved).values())
+    a_step = (parts - few) / 8
+    assert 0.9 < a_step / (4 * elements) <= 1.02  # 2(N-1)/N is 1 for two processes
 
 
 def test_checkpoints_of_4_are_resumed_by_1_2_and_3(data: Path, tmp_path: Path) -> None:

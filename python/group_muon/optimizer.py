@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from group_muon import adamw, contract, takeover
-from group_muon.dtensors import is_sharded, place_states, placed, zeros_like
+from group_muon.dtensors import is_sharded, local, place_states, placed, sums_of_squares, zeros_like
 from group_muon.models import param_groups
 from group_muon.options import as_text, shared
 from group_muon.shards import Entry, Shards
@@ -484,23 +484,25 @@ class GroupMuon(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of all of them together is at most max_norm, and returns that norm from
         before. With process_group and local gradients it is the norm of their mean, which torch's function of this name
-        cannot know: it would scale each process's gradients by another factor. There it is collective, and comes after the
-        last backward; step or zero_grad must come next."""
-        sharing = self._sharing
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        if any(map(is_sharded, weights)):
-            return nn.utils.clip_grad_norm_(weights, max_norm)
-        if sharing is not None and sharing.local:
-            grads = sharing.reduced_grads(self._options_text())
-        else:
-            sharing = None
-            grads = [weight.grad for weight in weights if weight.grad is not None]
-        # In fp64: pieces then give the norm that whole weights have.
-        squares = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in grads]
+        cannot know: it would scale each process's gradients by another factor. It comes after the last backward; there,
+        step or zero_grad must come next. Norms are summed in fp64, so that the factor is that of one process, whatever
+        the number of processes and shards. Collective if processes share the steps or weights are DTensors."""
+        sharing = self._sharing if self._sharing is not None and self._sharing.local else None
+        grads: list[Any] = (
+            [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if sharing is None
+            else sharing.reduced_grads(self._options_text())
+        )
+        if any(is_sharded(g) and any(p.is_partial() for p in g.placements) for g in grads):
+            raise ValueError(
+                "group_muon: a gradient is a sum over processes that was not taken yet (Partial); redistribute it before "
+                "its norm is measured"
+            )
+        squares = sums_of_squares(grads)
         norm = torch.tensor(sqrt(fsum(squares) if sharing is None else sharing.sum(squares)))
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in grads:
-            grad.mul_(factor.to(grad.device))
+            local(grad).mul_(factor.to(grad.device))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -409,16 +410,28 @@ def _training(rank: int, processes: int, folder: str) -> None:
 
 
 def _clipping(mesh: Any) -> None:
-    ours, theirs = in_shards(weights_of("3"), mesh, (Shard(0),)), weights_of("3")
-    norms = []
-    for groups in (ours, theirs):
-        set_gradients(parameters(groups), 0)
-        norm: Any = nn.utils.clip_grad_norm_(parameters(groups), 0.5)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        group_muon.GroupMuon(groups).step()
-    torch.testing.assert_close(norms[0], norms[1])
-    for one, other in zip(parameters(ours), parameters(theirs), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other, atol=1e-4, rtol=1e-4)  # type: ignore[attr-defined]
+    """By our function: bit for bit as in one process; by torch's, whose norms are rounded otherwise: nearly so."""
+    for limit in (3.0, 1e-25, 1e9):
+        for ours_ in (True, False):
+            ours, theirs = in_shards(weights_of("3"), mesh, (Shard(0),)), weights_of("3")
+            norms = []
+            for groups in (ours, theirs):
+                optimizer, weights = group_muon.GroupMuon(groups), parameters(groups)
+                set_gradients(weights, 0)
+                clip = (
+                    optimizer.clip_grad_norm_
+                    if ours_
+                    else partial(nn.utils.clip_grad_norm_, weights)
+                )
+                norms.append(_whole(clip(limit)))
+                optimizer.step()
+            torch.testing.assert_close(norms[0], norms[1])
+            assert norms[0] > 100
+            if ours_:
+                assert torch.equal(norms[0], norms[1])
+                assert_same(ours, [weight.detach() for weight in parameters(theirs)], "clipped")
+            for one, other in zip(parameters(ours), parameters(theirs), strict=True):
+                torch.testing.assert_close(_whole(one), other, atol=1e-4, rtol=1e-4)
 
 
 def _other_placements(mesh: Any) -> None:
@@ -436,7 +449,11 @@ def _other_placements(mesh: Any) -> None:
                 weight.grad = DTensor.from_local(own, mesh, [placement])
             else:
                 weight.grad = sharded(grad, mesh, (placement,))
-        group_muon.GroupMuon(ours).step()
+        optimizer = group_muon.GroupMuon(ours)
+        if isinstance(placement, Partial):
+            with pytest.raises(ValueError, match="redistribute it before its norm"):
+                optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
         group_muon.GroupMuon(theirs).step()
         assert_same(ours, [weight.detach() for weight in parameters(theirs)], str(placement))
 

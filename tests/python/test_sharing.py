@@ -528,25 +528,38 @@ def _weights_from_cpp(file: Path) -> dict[str, Tensor]:
     return {name: buffer.detach() for name, buffer in torch.jit.load(file).state_dict().items()}
 
 
+def _doors(
+    folder: Path, processes: int, gradients: str, *words: str
+) -> list[subprocess.Popen[str]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        where = {
+            "RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port
+        }  # fmt: skip
+        command = [
+            os.environ["SHARE_DOOR"],
+            str(folder / f"{rank}.pt"),
+            "9",
+            gradients,
+            str(processes),
+            *words,
+        ]
+        environment = os.environ | {key: str(value) for key, value in where.items()}
+        children.append(
+            subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+        )
+    return children
+
+
 @pytest.mark.skipif("SHARE_DOOR" not in os.environ, reason="the C++ program is not built here")
 @pytest.mark.parametrize("gradients", ["local", "averaged"])
 def test_from_cpp(tmp_path: Path, gradients: str) -> None:
     door = os.environ["SHARE_DOOR"]
     for processes in (2, 3):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        children = []
-        for rank in range(processes):
-            where = {
-                "RANK": rank,
-                "WORLD_SIZE": processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            command = [door, str(tmp_path / f"{rank}.pt"), "9", gradients, str(processes)]
-            environment = os.environ | {key: str(value) for key, value in where.items()}
-            children.append(subprocess.Popen(command, env=environment))
+        children = _doors(tmp_path, processes, gradients)
         assert [child.wait(timeout=100) for child in children] == [0] * processes
         alone_ = tmp_path / "alone.pt"
         subprocess.run([door, alone_, "9", gradients, str(processes)], check=True)
@@ -555,6 +568,12 @@ def test_from_cpp(tmp_path: Path, gradients: str) -> None:
         for rank in range(processes):
             for name, value in _weights_from_cpp(tmp_path / f"{rank}.pt").items():
                 assert torch.equal(value, expected[name]), (rank, name)
+    for start_ in ("-1", "3"):  # at construction, and later
+        children = _doors(tmp_path, 3, gradients, start_)
+        for child in children:
+            _, text = child.communicate(timeout=100)
+            assert child.returncode == 1
+            assert "process 1 of 3 has other options than the others" in text
 
 
 def _everyday(rank: int, processes: int, folder: str) -> None:

@@ -72,12 +72,7 @@ void Exchange::check_agreement(std::string_view options) {
         all[odd][0].item<int64_t>(), " weights, but others have ", most_common(all.select(1, 0)),
         "; every process should have the same model");
   }
-  if (const auto odd = odd_one(all.select(1, 1)); odd >= 0) {
-    TORCH_CHECK_VALUE(
-        false, "group_muon: process ", odd, " of ", processes(),
-        " has other options than the others; every process should have the same options, seed and "
-        "version of Group Muon");
-  }
+  check_options(all.select(1, 1));
   const auto weights = gather_integers(own);
   for (size_t i = 0; i < own.size(); ++i) {
     const auto odd = odd_one(weights.select(1, static_cast<int64_t>(i)));
@@ -85,6 +80,15 @@ void Exchange::check_agreement(std::string_view options) {
         odd < 0, "group_muon: process ", odd, " of ", processes(), " differs in weight ", i, ", '",
         weights_[i].name, "' here: its name, shape, type or layout is not that of the others");
   }
+}
+
+// `keys` has one number for each process.
+void Exchange::check_options(const Tensor& keys) const {
+  const auto odd = odd_one(keys);
+  TORCH_CHECK_VALUE(
+      odd < 0, "group_muon: process ", odd, " of ", processes(),
+      " has other options than the others; every process should have the same options, learning "
+      "rates, seed and version of Group Muon");
 }
 
 void Exchange::make_rounds() {
@@ -189,10 +193,16 @@ std::vector<int64_t> Exchange::largest(const std::vector<int64_t>& own) {
   return {most.data_ptr<int64_t>(), most.data_ptr<int64_t>() + most.numel()};
 }
 
-std::vector<bool> Exchange::with_gradient(const std::vector<Tensor>& grads, bool on_all) {
+std::vector<bool> Exchange::with_gradient(
+    const std::vector<Tensor>& grads, bool on_all, std::string_view options) {
+  // A flag takes one bit of a number; the others hold the key of the options.
+  const auto key = static_cast<int64_t>(parameter_key(options) >> 2) << 1;
   std::vector<int64_t> flags;
-  for (const auto& grad : grads) flags.push_back(grad.defined() ? 1 : 0);
-  const Tensor all = gather_integers(flags);
+  for (const auto& grad : grads) flags.push_back(key | (grad.defined() ? 1 : 0));
+  if (flags.empty()) return {};
+  const Tensor numbers = gather_integers(flags);
+  check_options(numbers.select(1, 0).bitwise_right_shift(1));
+  const Tensor all = numbers.bitwise_and(1);
   std::vector<bool> active;
   for (size_t i = 0; i < flags.size(); ++i) {
     const Tensor there = all.select(1, static_cast<int64_t>(i));

@@ -45,8 +45,10 @@ class Exchange {
   int64_t bytes_sent() const { return bytes_sent_; }
 
   /// Collective. Which weights have a gradient on at least one process. An undefined tensor is no gradient. With
-  /// `on_all`, a weight that has one on some processes only is an error.
-  std::vector<bool> with_gradient(const std::vector<at::Tensor>& grads, bool on_all = false);
+  /// `on_all`, a weight that has one on some processes only is an error. So is a process with other `options` (a text)
+  /// for the step, such as another learning rate; comparing them costs nothing.
+  std::vector<bool> with_gradient(
+      const std::vector<at::Tensor>& grads, bool on_all = false, std::string_view options = {});
 
   /// Collective. The largest entry of any process, one by one.
   std::vector<int64_t> largest(const std::vector<int64_t>& own);
@@ -89,6 +91,7 @@ class Exchange {
 
  private:
   void check_agreement(std::string_view options);
+  void check_options(const at::Tensor& keys) const;
   void make_rounds();
   /// One row for each process.
   at::Tensor gather_integers(const std::vector<int64_t>& own);

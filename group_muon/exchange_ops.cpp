@@ -63,8 +63,9 @@ class ExchangeClass : public torch::CustomClassHolder {
     put_piece(tensor, exchange_.weights()[at(piece).weight], at(piece), values);
   }
 
-  Ints with_gradient(const std::vector<std::optional<Tensor>>& grads, bool on_all) {
-    const auto active = exchange_.with_gradient(as_tensors(grads), on_all);
+  Ints with_gradient(
+      const std::vector<std::optional<Tensor>>& grads, bool on_all, const std::string& options) {
+    const auto active = exchange_.with_gradient(as_tensors(grads), on_all, options);
     return {active.begin(), active.end()};
   }
   // Begins a step; returns the number of rounds. Without `grads` none are exchanged.

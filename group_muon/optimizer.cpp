@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "group_muon/adamw.h"
+#include "group_muon/text.h"
 
 namespace group_muon {
 namespace {
@@ -68,11 +69,22 @@ GroupMuonParamState& state_of(
   return state;
 }
 
-// All options as one text, to compare processes.
-std::string text_of(const GroupMuonOptions& options) {
+// All options of all groups as one text, to compare processes.
+std::string text_of(std::vector<OptimizerParamGroup>& groups) {
   std::string text;
-  for (const auto& option : option_list())
-    text += c10::str(' ', option.name, '=', option.get(options));
+  for (auto& group : groups) {
+    text += " |";
+    if (const auto* muon = muon_options(group)) {
+      for (const auto& option : option_list()) {
+        text += c10::str(' ', option.name, '=', option.get(*muon));
+      }
+    } else if (const auto* adamw = adamw_options(group)) {
+      const auto [beta1, beta2] = adamw->betas();
+      for (const double value : {adamw->lr(), beta1, beta2, adamw->eps(), adamw->weight_decay()}) {
+        text += ' ' + to_text(value);
+      }
+    }
+  }
   return text;
 }
 
@@ -316,7 +328,6 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
   const torch::NoGradGuard no_grad;
   std::vector<SharedWeight> weights;
   std::vector<std::pair<size_t, size_t>> places;
-  std::string options = c10::str("gradients=", static_cast<int>(gradients));
   c10::Device device = c10::kCPU;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     auto* muon = muon_options(param_groups_[i]);
@@ -327,7 +338,6 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
     const auto& params = param_groups_[i].params();
     if (muon != nullptr && !params.empty()) {  // later a process may own nothing of the group
       settle_precision(*muon, params.front());
-      options += text_of(*muon);
     }
     for (size_t j = 0; j < params.size(); ++j) {
       device = params[j].device();
@@ -342,6 +352,7 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
       places.emplace_back(i, j);
     }
   }
+  const auto options = c10::str("gradients=", static_cast<int>(gradients), text_of(param_groups_));
   const auto states = gathered_states();
   sharing_ = std::make_unique<Sharing>(Sharing{
       Exchange(std::move(group), std::move(weights), options, device),
@@ -367,7 +378,7 @@ void GroupMuon::begin_shared_step() {
     local.push_back(params.back().grad());
   }
   const bool averaged = gradients == Gradients::kAveraged;
-  const auto active = exchange.with_gradient(local, /*on_all=*/averaged);
+  const auto active = exchange.with_gradient(local, /*on_all=*/averaged, text_of(param_groups_));
   if (averaged) local.clear();
   step = std::make_unique<Exchange::Step>(exchange, params, active, local);
   grads.assign(step->rounds(), std::nullopt);

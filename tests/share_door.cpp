@@ -1,5 +1,6 @@
-// Shared steps from C++: share_door FILE STEPS local|averaged. Started once per process with torchrun's variables, or
-// alone. Writes the weights after some steps; the state is saved and loaded in between.
+// Shared steps from C++: share_door FILE STEPS local|averaged PROCESSES [START]. Started once per process with torchrun's
+// variables, or alone. Writes the weights after some steps; the state is saved and loaded in between. With START process 1
+// has another learning rate from that step on, and all write what the optimizer says of it.
 
 #include <torch/torch.h>
 
@@ -56,11 +57,9 @@ Tensor mean_gradient(const Tensor& weight, size_t index, int step, int processes
   return sum / processes;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::fprintf(stderr, "share_door FILE STEPS local|averaged PROCESSES\n");
+int run(int argc, char** argv) {
+  if (argc != 5 && argc != 6) {
+    std::fprintf(stderr, "share_door FILE STEPS local|averaged PROCESSES [START]\n");
     return 2;
   }
   torch::set_num_threads(1);
@@ -69,6 +68,9 @@ int main(int argc, char** argv) {
   const bool local = std::string(argv[3]) == "local";
   const auto all = weights();
   auto optimizer = optimizer_of(all);
+  const int other_from = argc == 6 && joined.rank == 1 ? std::stoi(argv[5]) : steps;
+  const auto other = [&] { optimizer.param_groups().back().options().set_lr(0.02); };
+  if (other_from < 0) other();
   if (!joined.alone()) {
     optimizer.share(
         joined.group, local ? group_muon::Gradients::kLocal : group_muon::Gradients::kAveraged);
@@ -79,6 +81,7 @@ int main(int argc, char** argv) {
                                                  : mean_gradient(all[i], i, step, processes);
       all[i].mutable_grad() = grad;
     }
+    if (step == other_from) other();
     optimizer.step();
     if (step == steps / 2) {
       std::stringstream file;
@@ -89,4 +92,15 @@ int main(int argc, char** argv) {
   }
   torch::save(all, argv[1]);
   return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const c10::ValueError& error) {
+    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+    return 1;
+  }
 }

@@ -1,7 +1,8 @@
 """Tensors that may be DTensors, whose elements lie in shards on several processes."""
 
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,27 @@ def zeros_like(weight: Tensor) -> Tensor:
 def local(tensor: Any) -> Tensor:
     """What this process holds of it."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
+
+
+def sums_of_squares(tensors: Sequence[Any]) -> list[float]:
+    """Of all elements of each, in fp64. Collective if some are DTensors: sums over their shards, one for each dimension of
+    a mesh."""
+    norms = [torch.linalg.vector_norm(local(t), dtype=torch.float64) for t in tensors]
+    squares = [norm.square() for norm in norms]
+    same: dict[Any, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            dims = [
+                d for d, p in enumerate(tensor.placements) if getattr(p, "dim", None) is not None
+            ]
+            same[tensor.device_mesh, tuple(dims)].append(i)
+    for (mesh, dims), indices in same.items():
+        sums = torch.stack([squares[i] for i in indices])
+        for dim in dims:
+            torch.distributed.all_reduce(sums, group=mesh.get_group(dim))
+        for i, value in zip(indices, sums, strict=True):
+            squares[i] = value
+    return [float(square) for square in squares]
 
 
 def placed(tensor: Any, like: Any) -> Tensor:

@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from math import fsum, sqrt
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from group_muon import adamw, contract, takeover
-from group_muon.dtensors import is_sharded, place_states, placed, zeros_like
+from group_muon.dtensors import is_sharded, local, place_states, placed, sums_of_squares, zeros_like
 from group_muon.models import param_groups
 from group_muon.options import as_text, shared
 from group_muon.shards import Entry, Shards
@@ -259,8 +260,10 @@ class GroupMuon(torch.optim.Optimizer):
         return [
             Entry(
                 parameter,
-                f"{number} {name}",
+                name,
                 group["layout"] if group["algorithm"] == "muon" else "adamw",
+                number,
+                f"{self._text_of(group)} steps={int(self.state.get(parameter, {}).get('step', 0))}",
             )
             for number, (group, names) in enumerate(self._named_groups())
             for parameter, name in zip(group["params"], names, strict=True)
@@ -273,7 +276,7 @@ class GroupMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 self._settle_precision(group, group["params"])
-        self._shards = Shards(self._entries(), self._options_text())
+        self._shards = Shards(self._entries())
         for group in self.param_groups:
             for weight in group["params"]:
                 if is_sharded(weight) and not weight.is_meta and not self.state[weight]:
@@ -281,13 +284,17 @@ class GroupMuon(torch.optim.Optimizer):
 
     def _options_text(self) -> str:
         """The options that processes must share."""
-        return " | ".join(
-            as_text({"lr": group["lr"], "weight_decay": group["weight_decay"], **shared(group)})
-            + f" maximize={group['maximize']} partitions={group['partitions']}"
-            if group["algorithm"] == "muon"
-            else f"adamw {[float(group['lr']), *map(float, group['betas'])]} {group['eps']} {group['weight_decay']}"
-            for group in self.param_groups
-        )
+        return " | ".join(map(self._text_of, self.param_groups))
+
+    @staticmethod
+    def _text_of(group: dict[str, Any]) -> str:
+        if group["algorithm"] == "muon":
+            options = {key: group[key] for key in ("lr", "weight_decay")} | shared(group)
+            return (
+                f"{as_text(options)} maximize={group['maximize']} partitions={group['partitions']}"
+            )
+        values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        return f"adamw {[float(value) for value in values]} maximize={group['maximize']}"
 
     @staticmethod
     def _new_state(group: dict[str, Any], weight: Tensor) -> dict[str, Any]:
@@ -308,17 +315,13 @@ class GroupMuon(torch.optim.Optimizer):
             names += [f"{number} {name}" for name in own_names]
             if group["algorithm"] == "muon":  # later a process may own nothing of the group
                 self._settle_precision(group, group["params"])
-        options = [
-            as_text(shared(group)) if group["algorithm"] == "muon" else "adamw"
-            for group in self.param_groups
-        ]
         self._sharing = Sharing(
             process_group,
             gradients,
             weights,
             names,
             self._shared_layouts(),
-            " | ".join([gradients, *options]),
+            f"{gradients} | {self._options_text()}",
         )
         self._divide_states()
 
@@ -477,6 +480,36 @@ class GroupMuon(torch.optim.Optimizer):
         self._step()
         return loss
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of all of them together is at most max_norm, and returns that norm from
+        before. With process_group and local gradients it is the norm of their mean, which torch's function of this name
+        cannot know: it would scale each process's gradients by another factor. It comes after the last backward; there,
+        step or zero_grad must come next. Norms are summed in fp64, so that the factor is that of one process, whatever
+        the number of processes and shards. Collective if processes share the steps or weights are DTensors."""
+        sharing = self._sharing if self._sharing is not None and self._sharing.local else None
+        grads: list[Any] = (
+            [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if sharing is None
+            else sharing.reduced_grads(self._options_text())
+        )
+        if any(is_sharded(g) and any(p.is_partial() for p in g.placements) for g in grads):
+            raise ValueError(
+                "group_muon: a gradient is a sum over processes that was not taken yet (Partial); redistribute it before "
+                "its norm is measured"
+            )
+        squares = sums_of_squares(grads)
+        norm = torch.tensor(sqrt(fsum(squares) if sharing is None else sharing.sum(squares)))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            local(grad).mul_(factor.to(grad.device))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._sharing is not None:
+            self._sharing.forget()
+        super().zero_grad(set_to_none)
+
     # The step counts select the head groups, so a compiled step would be compiled anew every time. There is nothing
     # to fuse either: all of Muon is one operator, each AdamW group another.
     @torch._disable_dynamo
@@ -490,7 +523,7 @@ class GroupMuon(torch.optim.Optimizer):
                     "group_muon: the layout of a group was edited, but the processes have shared the weights by the "
                     "old one; use set_grouping"
                 )
-            self._sharing.step(self._step_pieces)
+            self._sharing.step(self._step_pieces, self._options_text())
             return
         self._agree()
         self._step_units(self._units(), self.state)
@@ -503,9 +536,7 @@ class GroupMuon(torch.optim.Optimizer):
         if self._shards is None:
             self._plan_shards()
         active = [entry.weight for entry in entries if entry.weight.grad is not None]
-        steps = [int(self.state[entry.weight].get("step", 0)) for entry in entries]
-        options = f"{self._options_text()} steps={steps}"
-        cast(Shards, self._shards).agree(entries, options, active)
+        cast(Shards, self._shards).agree(entries, active)
 
     def _units(self) -> list[tuple[dict[str, Any], list[_Unit]]]:
         """The weights with gradients, by group."""

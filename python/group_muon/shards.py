@@ -169,6 +169,8 @@ class Entry(NamedTuple):
     weight: Tensor
     name: str
     layout: str  # "adamw" if AdamW steps it
+    group: int  # number of its parameter group
+    options: str  # those of the group, and the step count
 
 
 class _Unit(NamedTuple):
@@ -324,6 +326,7 @@ class _Team:
 class _Circle(NamedTuple):
     """All processes of a mesh, replicas included. They compare what they do."""
 
+    ranks: tuple[int, ...]
     exchange: Any  # torch.classes.group_muon.Exchange
     numbers: list[int]  # of the entries on the mesh
 
@@ -534,13 +537,13 @@ def _like(grad: Any, weight: Any, name: str) -> Tensor:
 class Shards:
     """This process's side of the steps of all weights in shards."""
 
-    def __init__(self, entries: Sequence[Entry], options: str) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._circles: list[_Circle] = []
         self._bytes_sent = 0  # by circles and teams of earlier plans
         self._teams: dict[tuple[int, ...], _Team] = {}
         self._plan(entries)
-        self._compare(options)
+        self._compare()
 
     @property
     def bytes_sent(self) -> int:
@@ -555,7 +558,7 @@ class Shards:
         self._numbers = {id(entry.weight): number for number, entry in enumerate(entries)}
         self._teams = {}
         known: dict[Any, _Geometry] = {}
-        for number, (weight, name, layout) in enumerate(self.entries):
+        for number, (weight, name, layout, *_) in enumerate(self.entries):
             mesh, placements = cast(Any, weight).device_mesh, cast(Any, weight).placements
             if any(placement.is_partial() for placement in placements):
                 raise ValueError(
@@ -596,51 +599,65 @@ class Shards:
             self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[ranks]
 
-    def _compare(self, options: str) -> None:
+    def _compare(self) -> None:
         """Collective. Rejects a process with other weights, layouts, meshes or options, and names it."""
-        circles = []
         by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, entry in enumerate(self.entries):
             mesh = cast(Any, entry.weight).device_mesh
             if mesh.get_coordinate() is not None:
                 by_ranks[tuple(sorted(mesh.mesh.flatten().tolist()))].append(number)
-        for ranks, numbers in by_ranks.items():
-            names, layouts, like = [], [], []
-            for weight, name, layout in (self.entries[number] for number in numbers):
-                mesh, placements = cast(Any, weight).device_mesh, cast(Any, weight).placements
-                names.append(f"{name} {' '.join(map(str, placements))} of {mesh.mesh.tolist()}")
-                layouts.append(layout)
-                like.append(local(weight).new_empty(()).expand(weight.shape))  # needs no memory
-            exchange = torch.classes.group_muon.Exchange(
-                self._group_of(ranks).group_name, names, like, layouts, options
-            )
-            circles.append(_Circle(exchange, numbers))
+        circles = [self._circle(ranks, numbers) for ranks, numbers in by_ranks.items()]
         self._bytes_sent += sum(circle.exchange.bytes_sent() for circle in self._circles)
         self._circles = circles
 
-    def agree(self, entries: Sequence[Entry], options: str, active: Iterable[Tensor]) -> None:
+    def _circle(self, ranks: tuple[int, ...], numbers: list[int]) -> _Circle:
+        """Collective among these ranks: compares their weights on one mesh."""
+        names, layouts, like = [], [], []
+        for weight, name, layout, *_ in (self.entries[number] for number in numbers):
+            mesh, placements = cast(Any, weight).device_mesh, cast(Any, weight).placements
+            names.append(f"{name} {' '.join(map(str, placements))} of {mesh.mesh.tolist()}")
+            layouts.append(layout)
+            like.append(local(weight).new_empty(()).expand(weight.shape))  # needs no memory
+        exchange = torch.classes.group_muon.Exchange(
+            self._group_of(ranks).group_name, names, like, layouts, self._options_of(numbers)
+        )
+        return _Circle(ranks, exchange, numbers)
+
+    def _options_of(self, numbers: Sequence[int]) -> str:
+        """The options of these weights and which of them share a group. Those of others are none of the mesh's concern: a
+        process may have weights that no one else has."""
+        first: dict[int, int] = {}
+        texts = dict.fromkeys(self.entries[number].options for number in numbers)
+        order = {text: i for i, text in enumerate(texts)}
+        places = [
+            (first.setdefault(entry.group, len(first)), order[entry.options])
+            for entry in (self.entries[number] for number in numbers)
+        ]
+        return f"{list(texts)} {places}"
+
+    def agree(self, entries: Sequence[Entry], active: Iterable[Tensor]) -> None:
         """Before a step. Collective if something is exchanged: rejects a process that would do anything else than the
         others, and names it. `active` are the weights with gradients. New layouts are planned."""
         if [id(entry.weight) for entry in self.entries] != [id(entry.weight) for entry in entries]:
             self._plan(entries)
-            self._compare(options)
+            self._compare()
         numbers = {self._numbers[id(weight)] for weight in active}
         traded = {number for team in self._teams.values() for number in team.traded}
         self.entries = list(entries)
-        for circle in self._circles:
+        for i, circle in enumerate(self._circles):
             if traded.isdisjoint(circle.numbers):
                 continue
-            flags = [number in numbers for number in circle.numbers]
-            text = f"{options} {[self.entries[number][1:] for number in circle.numbers]} {flags}"
-            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+            options = self._options_of(circle.numbers)
+            which = [(*self.entries[n][1:3], n in numbers) for n in circle.numbers]
+            digest = hashlib.blake2b(f"{options} {which}".encode(), digest_size=7).digest()
             key = int.from_bytes(digest, "big")
             most, least = circle.exchange.largest([key, -key])
             if most == -least:
                 continue
-            self._compare(options)
-            for circle_ in self._circles:
-                grads = [torch.empty(()) if n in numbers else None for n in circle_.numbers]
-                circle_.exchange.with_gradient(grads, True)
+            self._bytes_sent += circle.exchange.bytes_sent()
+            self._circles[i] = circle = self._circle(circle.ranks, circle.numbers)
+            grads = [torch.empty(()) if n in numbers else None for n in circle.numbers]
+            circle.exchange.with_gradient(grads, True, options)
         if self._planned != [entry.layout for entry in entries]:
             self._plan(entries)
 

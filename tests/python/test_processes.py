@@ -1,9 +1,12 @@
 """Several processes train one model: real torchrun, real kills, checkpoints compared byte by byte."""
 
+import bisect
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import safetensors.numpy
 from running import (
     PROGRAM,
     arguments,
@@ -153,6 +157,36 @@ def test_a_run_of_processes_repeats_bit_for_bit(data: Path, tmp_path: Path) -> N
     assert curve(tmp_path / "a") == curve(tmp_path / "b")
 
 
+def bytes_written(data: Path, out: Path, **options: object) -> int:
+    """What the second of two processes wrote, nearly all to sockets, as the kernel counts it."""
+    options = {
+        "width": 64,
+        "batch": 8,
+        "checkpoint_interval": 0,
+        "validation_interval": 100,
+        **options,
+    }
+    runs = list(by_hand(2, *arguments(data, out, **options)))
+    os.waitid(os.P_PID, runs[1].pid, os.WEXITED | os.WNOWAIT)
+    lines = Path(f"/proc/{runs[1].pid}/io").read_text().splitlines()
+    texts = [finish(run) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], texts
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+def test_a_step_reduces_once_and_sends_no_more_than_an_all_reduce(
+    data: Path, tmp_path: Path
+) -> None:
+    few = bytes_written(data, tmp_path / "few", micro_batch=1, steps=4)
+    whole = bytes_written(data, tmp_path / "whole", micro_batch=4, steps=12)
+    parts = bytes_written(data, tmp_path / "parts", micro_batch=1, steps=12)
+    assert parts == pytest.approx(whole, rel=1e-3)
+    saved = tmp_path / "parts/checkpoints/step-000012/model.safetensors"
+    elements = sum(tensor.size for tensor in safetensors.numpy.load_file(saved).values())
+    a_step = (parts - few) / 8
+    assert 0.9 < a_step / (4 * elements) <= 1.02  # 2(N-1)/N is 1 for two processes
+
+
 def test_checkpoints_of_4_are_resumed_by_1_2_and_3(data: Path, tmp_path: Path) -> None:
     train_together(4, data, tmp_path / "four", steps=12, checkpoint_interval=4, keep=9)
     expected = values(tmp_path / "four", "loss")
@@ -260,16 +294,48 @@ def test_a_process_that_stands_still_is_named(data: Path, tmp_path: Path, still:
     runs[still].communicate()
 
 
-@pytest.mark.parametrize("moment", ["forward and backward", "collective", "checkpoint"])
+@functools.cache
+def functions() -> list[tuple[int, str]]:
+    """The program's functions in the order of their addresses."""
+    listed = subprocess.run(
+        ["nm", "-C", "--defined-only", "-n", PROGRAM], capture_output=True, text=True, check=True
+    ).stdout
+    found = [line.split(" ", 2) for line in listed.splitlines()]
+    return [(int(at, 16), name) for at, kind, name in found if kind in "tT"]
+
+
+def stop_inside(process: int, pattern: str) -> None:
+    """Stops the process where it executes a function of such a name."""
+    names = functions()
+    starts = [at for at, _ in names]
+    folder = Path("/proc", str(process))
+    program = str(Path(PROGRAM).resolve())
+    mapped = [line for line in (folder / "maps").read_text().splitlines() if line.endswith(program)]
+    base = min(int(line.split("-")[0], 16) for line in mapped)
+    while True:  # until the run ends, which is an error
+        os.kill(process, signal.SIGSTOP)
+        while (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(1e-4)
+        counter = int((folder / "syscall").read_text().split()[-1], 16) - base
+        if 0 <= counter < starts[-1] and re.search(
+            pattern, names[bisect.bisect(starts, counter) - 1][1]
+        ):
+            return
+        os.kill(process, signal.SIGCONT)
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "collective", "checkpoint"])
 def test_torchrun_goes_on_from_the_last_checkpoint(data: Path, tmp_path: Path, moment: str) -> None:
     options = {
         **SMALL, "steps": 60, "reduction": "ordered", "checkpoint_interval": 5, "keep": 1,
         "validation_interval": 20,
     }  # fmt: skip
-    if moment == "forward and backward":  # most of the time is spent there
-        options |= {"batch": 64, "micro_batch": 8}
+    if moment in ("forward", "backward"):
+        options |= {"batch": 64, "micro_batch": 8, "context": 64, "validation_interval": 60}
     train(data, tmp_path / "whole", **options)
     out = tmp_path / "run"
+    functions()  # takes a moment
     run = together(2, *arguments(data, out, **options), restarts=2)
     wait_for((out / "checkpoints/step-000005").exists)
     if moment == "checkpoint":
@@ -282,10 +348,14 @@ def test_torchrun_goes_on_from_the_last_checkpoint(data: Path, tmp_path: Path, m
             os.kill(children_of(run)[1], signal.SIGSTOP)
             time.sleep(0.5)
             victim = 0
+        else:
+            end = {"forward": "<", "backward": "_backward<"}[moment]
+            stop_inside(children_of(run)[1], f"::(gelu|attention|rms_norm|embed){end}")
     killed = children_of(run)
     os.kill(killed[victim], signal.SIGKILL)
     text = finish(run, 240)
     assert run.returncode == 0, text
+    assert f"resuming from {out}/checkpoints/" in text, text
     assert weights(out) == weights(tmp_path / "whole"), text
     assert values(out, "loss") == values(tmp_path / "whole", "loss")
     assert all(name.startswith("step-") for name in checkpoints(out))

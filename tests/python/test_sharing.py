@@ -1,12 +1,15 @@
 """Steps that processes share: real processes, real collectives over loopback, weights compared bit by bit."""
 
+import io
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +36,13 @@ def layouts(grouping: str) -> dict[str, str]:
         "conv1d": group_muon.transposed(group_muon.separate(HEADS, HEAD_DIM, grouping)),
         "experts": group_muon.stacked(group_muon.separate(HEADS, HEAD_DIM, grouping)),
         "plain": group_muon.plain(),
-    }
+        # Few key heads, a gate of its own for each query head, latent attention, more than two dimensions.
+        "grouped": group_muon.packed_qkv(HEADS, 4, kv_heads=4, value_dim=6, q=grouping, k="2:random", v="1"),
+        "gated": group_muon.pattern(HEADS, q=(1, 4, grouping), gate=(1, 4, "all")),
+        "latent": group_muon.mla_key_value(HEADS, 3, 5, grouping, "2"),
+        "convolution": group_muon.convolution(),
+        "flattened": group_muon.flattened(group_muon.output_projection(HEADS, 4, grouping)),
+    }  # fmt: skip
 
 
 def shape_of(kind: str) -> list[int]:
@@ -41,6 +50,8 @@ def shape_of(kind: str) -> list[int]:
     return {
         "packed": [3 * rows, WIDTH], "interleaved": [3 * rows, WIDTH], "separate": [rows, WIDTH],
         "projection": [WIDTH, rows], "conv1d": [WIDTH, rows], "experts": [5, rows, WIDTH], "plain": [40, 56],
+        "grouped": [HEADS * 4 + 4 * 4 + 4 * 6, 20], "gated": [rows, 20], "latent": [rows, 10],
+        "convolution": [6, 5, 3, 3], "flattened": [10, HEADS, 4],
     }[kind]  # fmt: skip
 
 
@@ -121,33 +132,39 @@ def _child(
         dist.destroy_process_group()
 
 
+def start(processes: int, folder: Path, work: Callable[..., None], *args: Any) -> Any:
+    """Starts work(rank, processes, folder, *args) in processes of their own. They are forked by a server that has imported
+    torch, which takes each of them seconds."""
+    multiprocessing.set_forkserver_preload(
+        ["group_muon", "pytest", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+         "torch.distributed.checkpoint.state_dict"]
+    )  # fmt: skip
+    return mp.start_processes(
+        _child, (processes, str(folder), work, args), processes, join=False, start_method="forkserver"
+    )  # fmt: skip
+
+
 def run(processes: int, folder: Path, work: Callable[..., None], *args: Any) -> None:
-    """Runs work(rank, processes, folder, *args) in processes of their own."""
-    mp.spawn(_child, (processes, str(folder), work, args), nprocs=processes)
+    started = start(processes, folder, work, *args)
+    while not started.join():
+        pass
 
 
-def _steps(rank: int, processes: int, folder: str, gradients: str, steps: int) -> None:
+def _steps(rank: int, processes: int, folder: str, steps: int) -> None:
     for number, grouping in enumerate(GROUPINGS):
         groups = weights_of(grouping)
         weights = parameters(groups)
-        optimizer = group_muon.GroupMuon(
-            groups, process_group=dist.group.WORLD, gradients=gradients
-        )
+        optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD)
         for step in range(steps):
             for index, weight in enumerate(weights):
-                weight.grad = (
-                    gradient(weight, index, step, rank)
-                    if gradients == "local"
-                    else mean_gradient(weight, index, step, processes)
-                )
+                weight.grad = gradient(weight, index, step, rank)
             optimizer.step()
         torch.save([weight.detach() for weight in weights], f"{folder}/{rank}-{number}.pt")
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
-@pytest.mark.parametrize("gradients", ["local", "averaged"])
-def test_weights_are_those_of_one_process(tmp_path: Path, processes: int, gradients: str) -> None:
-    run(processes, tmp_path, _steps, gradients, 20)
+def test_weights_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
+    run(processes, tmp_path, _steps, 20)
     for number, grouping in enumerate(GROUPINGS):
         expected = alone(grouping, processes, 20)
         for rank in range(processes):
@@ -156,17 +173,73 @@ def test_weights_are_those_of_one_process(tmp_path: Path, processes: int, gradie
                 assert torch.equal(ours, theirs), grouping
 
 
+class _Linear(nn.Module):
+    """A loss whose gradients are given: for DistributedDataParallel."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, grads: list[Tensor | None]) -> Tensor:
+        return torch.stack(
+            [(w * g).sum() for w, g in zip(self.weights, grads, strict=True) if g is not None]
+        ).sum()
+
+
+def _ddp(rank: int, processes: int, folder: str, steps: int) -> None:
+    for grouping in GROUPINGS:
+        ours, theirs = weights_of(grouping), weights_of(grouping)
+        weights, others = parameters(ours), parameters(theirs)
+        model = DistributedDataParallel(_Linear(weights), find_unused_parameters=True)
+        optimizer = group_muon.GroupMuon(ours, process_group=dist.group.WORLD, gradients="averaged")
+        reference = group_muon.GroupMuon(theirs)
+        for step in range(steps):
+            optimizer.zero_grad()
+            if step % 4 == 3:  # accumulated, reduced once
+                with model.no_sync():
+                    model(
+                        [gradient(w, i, step + 1000, rank) for i, w in enumerate(weights)]
+                    ).backward()
+            model([gradient(w, i, step, rank) for i, w in enumerate(weights)]).backward()
+            if step % 4 == 2:
+                norm = nn.utils.clip_grad_norm_(weights, 3.0)
+                assert norm > 3
+            if rank == 0:
+                for one, other in zip(weights, others, strict=True):
+                    other.grad = None if one.grad is None else one.grad.clone()
+                reference.step()
+            optimizer.step()
+        expected = [weight.detach() for weight in others]
+        dist.broadcast_object_list(holder := [expected], src=0)
+        for one, other in zip(weights, holder[0], strict=True):
+            assert torch.equal(one, other), grouping
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_under_ddp_weights_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
+    run(processes, tmp_path, _ddp, 20)
+
+
+def _written() -> int:
+    """Bytes that this process has written so far, to sockets, too, as the kernel counts them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
 def _bytes(rank: int, processes: int, folder: str, gradients: str) -> None:
     groups = weights_of("3:random")
     weights = parameters(groups)
     optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD, gradients=gradients)
     sent = []
-    for step in (0, 2, 4):  # steps at which every weight has a gradient
+    for step in (0, 2, 3):  # steps at which every weight has a gradient
         for index, weight in enumerate(weights):
             weight.grad = mean_gradient(weight, index, step, processes)
-        before = optimizer.bytes_sent
+        before, written = optimizer.bytes_sent, _written()
         optimizer.step()
+        written = _written() - written
         sent.append(optimizer.bytes_sent - before)
+        # Nothing is sent but what is counted and the heads of messages: one of all flags, one of each way.
+        assert sent[-1] < written < sent[-1] + 3 * 256 * (processes - 1), (sent[-1], written)
     torch.save(torch.tensor(sent), f"{folder}/{rank}.pt")
 
 
@@ -175,7 +248,7 @@ def test_a_step_sends_no_more_than_an_all_reduce(
     tmp_path: Path, gradients: str, passes: int
 ) -> None:
     elements = sum(weight.numel() for weight in parameters(weights_of("3:random")))
-    for processes in (2, 4):
+    for processes in (2, 3, 4):
         folder = tmp_path / str(processes)
         folder.mkdir()
         run(processes, folder, _bytes, gradients)
@@ -246,24 +319,66 @@ def test_a_state_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> N
         assert torch.equal(ours, theirs)
 
 
-def _one_differs(rank: int, processes: int, folder: str, what: str) -> None:
-    groups = weights_of("3:random")
-    options: dict[str, Any] = {}
-    if rank == 1 and what == "seed":
-        options["seed"] = 5
-    if rank == 1 and what == "layout":
-        groups[0]["layout"] = layouts("3")["packed"]
-    if rank == 1 and what == "weights":
-        del groups[2]
-    with pytest.raises(ValueError, match="process 1 of 3") as error:
-        group_muon.GroupMuon(groups, process_group=dist.group.WORLD, **options)
-    expected = {"seed": "options", "layout": "packed", "weights": "8 weights, but others have 9"}
-    assert expected[what] in str(error.value)
+def _one_differs(rank: int, processes: int, folder: str) -> None:
+    expected = {
+        "seed": "options", "lr": "options", "betas": "options", "partitions": "options", "gradients": "options",
+        "layout": "packed", "name": "in weight 6", "shape": "plain", "weights": "13 weights, but others have 14",
+    }  # fmt: skip
+    for what, words in expected.items():
+        groups = weights_of("3:random")
+        options: dict[str, Any] = {}
+        if rank == 1:
+            match what:
+                case "seed":
+                    options["seed"] = 5
+                case "lr":
+                    groups[3]["lr"] = 0.021
+                case "betas":
+                    groups[-1]["betas"] = (0.9, 0.96)
+                case "partitions":
+                    groups[2]["partitions"] = ["another"]
+                case "gradients":
+                    options["gradients"] = "averaged"
+                case "layout":
+                    groups[0]["layout"] = layouts("3")["packed"]
+                case "name":
+                    groups[6]["params"] = [("other", groups[6]["params"][0][1])]
+                case "shape":
+                    groups[6]["params"] = [("plain", nn.Parameter(torch.ones(56, 40)))]
+                case "weights":
+                    del groups[2]
+        with pytest.raises(ValueError, match="process 1 of 3") as error:
+            group_muon.GroupMuon(groups, process_group=dist.group.WORLD, **options)
+        assert words in str(error.value), (what, str(error.value))
+    _one_differs_later(rank)
 
 
-@pytest.mark.parametrize("what", ["seed", "layout", "weights"])
-def test_a_process_that_differs_is_named_on_all(tmp_path: Path, what: str) -> None:
-    run(3, tmp_path, _one_differs, what)
+def _one_differs_later(rank: int) -> None:
+    """A schedule that follows a process's own loss, and a missing gradient, are found at the step."""
+    for gradients, what in (("local", "lr"), ("averaged", "lr"), ("averaged", "gradient")):
+        groups = weights_of("3:random")
+        optimizer = group_muon.GroupMuon(
+            groups, process_group=dist.group.WORLD, gradients=gradients
+        )
+        for step in range(2):
+            for index, weight in enumerate(parameters(groups)):
+                weight.grad = mean_gradient(weight, index, 2 * step, 3)
+            if step == 0:
+                optimizer.step()
+        before = [weight.detach().clone() for weight in parameters(groups)]
+        if rank == 1 and what == "lr":
+            optimizer.param_groups[-1]["lr"] *= 0.5
+        if rank == 1 and what == "gradient":
+            parameters(groups)[6].grad = None
+        with pytest.raises(ValueError, match="process 1 of 3") as error:
+            optimizer.step()
+        assert {"lr": "learning rates", "gradient": "plain"}[what] in str(error.value)
+        for weight, old in zip(parameters(groups), before, strict=True):
+            assert torch.equal(weight, old)
+
+
+def test_a_process_that_differs_is_named_on_all(tmp_path: Path) -> None:
+    run(3, tmp_path, _one_differs)
 
 
 def _other_grouping(rank: int, processes: int, folder: str) -> None:
@@ -290,48 +405,153 @@ def test_a_new_grouping_changes_the_pieces(tmp_path: Path) -> None:
     run(3, tmp_path, _other_grouping)
 
 
+def _few(rank: int) -> list[Tensor]:
+    torch.manual_seed(3)
+    shapes = [(6, 4), (1, 50), (50, 1), (2, 30)]
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
 def _few_blocks(rank: int, processes: int, folder: str) -> None:
-    weight = nn.Parameter(torch.ones(6, 4))
-    optimizer = group_muon.GroupMuon([weight], process_group=dist.group.WORLD)
-    weight.grad = torch.arange(24.0).view(6, 4) * (rank + 1)
-    optimizer.step()
-    torch.save(weight.detach(), f"{folder}/{rank}.pt")
+    """One group of all processes for a few small weights; another of some of them; one weight is a process's own."""
+    shared, paired, own = _few(0), _few(0), _few(0)
+    everyone = group_muon.GroupMuon(shared, process_group=dist.group.WORLD)
+    pair = dist.new_group([1, 3])
+    some = group_muon.GroupMuon(paired, process_group=pair) if rank in (1, 3) else None
+    private = group_muon.GroupMuon(own)
+    for step in range(20):
+        for weights, optimizer in ((shared, everyone), (paired, some), (own, private)):
+            if optimizer is None:
+                continue
+            for index, weight in enumerate(weights):
+                weight.grad = gradient(weight, index + 3, step, rank)
+            optimizer.step()
+    torch.save([shared, paired, own], f"{folder}/{rank}.pt")
 
 
-def test_more_processes_than_blocks(tmp_path: Path) -> None:
+def test_more_processes_than_blocks_and_weights_that_no_one_else_has(tmp_path: Path) -> None:
     run(4, tmp_path, _few_blocks)
-    weight = nn.Parameter(torch.ones(6, 4))
-    weight.grad = torch.arange(24.0).view(6, 4) * 2.5
-    group_muon.GroupMuon([weight]).step()
+
+    def expected(ranks: list[int]) -> list[Tensor]:
+        weights = _few(0)
+        optimizer = group_muon.GroupMuon(weights)
+        for step in range(20):
+            for index, weight in enumerate(weights):
+                grads = [gradient(weight, index + 3, step, rank) for rank in ranks]
+                weight.grad = sum_in_pairs(cast(list[Tensor], grads)) / len(ranks)
+            optimizer.step()
+        return weights
+
+    everyone, pair = expected([0, 1, 2, 3]), expected([1, 3])
     for rank in range(4):
-        assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), weight)
+        shared, paired, own = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        wanted = [(shared, everyone), (own, expected([rank]))]
+        for ours, theirs in [*wanted, *([(paired, pair)] if rank in (1, 3) else [])]:
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one, other), rank
 
 
-def _ddp(rank: int, processes: int, folder: str) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 6)))
-    optimizer = group_muon.GroupMuon(model, process_group=dist.group.WORLD, gradients="averaged")
-    alone_ = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 6))
-    alone_.load_state_dict(model.module.state_dict())
-    reference = group_muon.GroupMuon(alone_)
-    for step in range(5):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(7, 12, generator=generator)).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), alone_.parameters(), strict=True):
-            theirs.grad = ours.grad.clone()
-        optimizer.step()
-        reference.step()
+MOMENTS = ["forward", "backward", "collective", "state", "file"]
+
+
+class _Deadly(io.FileIO):
+    """A file whose writer is killed in the middle."""
+
+    def write(self, data: Any) -> int:
+        super().write(bytes(data)[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+def _train(rank: int, processes: int, folder: str, last: int, moment: str) -> None:
+    """Saves after every third step. One process is killed in step 4, or when it saves after it."""
+    groups = weights_of("3:random")
+    weights = parameters(groups)
+    model = _Linear(weights)
+    optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD)
+    file, first = Path(folder, "saved.pt"), 0
+    if file.exists():
+        saved = torch.load(file)
+        first = saved["step"]
+        optimizer.load_state_dict(saved["optimizer"])
+        for weight, value in zip(weights, saved["weights"], strict=True):
+            weight.data.copy_(value)
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(first, last):
+        victim = moment if rank == (0 if moment == "file" else 1) and step == 4 else ""
         optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), alone_.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+        if victim == "forward":
+            model.register_forward_hook(die)
+        if victim == "backward":
+            weights[4].register_hook(die)
+        model([gradient(w, i, step, rank) for i, w in enumerate(weights)]).backward()
+        if victim == "collective":  # gradients are on their way, new values are not
+            optimizer._step_pieces = die  # type: ignore[method-assign]
+        optimizer.step()
+        if victim == "state":
+            die()
+        if step % 3 == 2 or step == 4:
+            state = {"step": step + 1, "optimizer": optimizer.state_dict(), "weights": weights}
+            if rank == 0:
+                with (_Deadly if victim else open)(f"{file}.new", "wb") as new:
+                    torch.save(state | {"weights": [w.detach() for w in weights]}, new)
+                os.replace(f"{file}.new", file)
+        if moment == "file" and step == 4:
+            dist.barrier()
+    torch.save([weight.detach() for weight in weights], f"{folder}/{rank}.pt")
 
 
-def test_under_ddp(tmp_path: Path) -> None:
-    run(2, tmp_path, _ddp)
+def test_a_killed_process_ends_the_others_and_resuming_is_exact(tmp_path: Path) -> None:
+    expected = alone("3:random", 3, 8)
+    for moment in MOMENTS:
+        folder = tmp_path / moment
+        folder.mkdir()
+        started = start(3, folder, _train, 8, moment)
+        victim = 0 if moment == "file" else 1
+        for rank, process in enumerate(started.processes):
+            process.join(60)
+            assert process.exitcode == (-signal.SIGKILL if rank == victim else 1), (moment, rank)
+            if rank != victim and moment != "file":
+                words = Path(started.error_files[rank]).read_bytes()
+                assert b"another process ended or did not answer in time" in words, moment
+        assert torch.load(folder / "saved.pt")["step"] == 3  # whole, and the one before
+        (folder / "store").unlink()
+        run(3, folder, _train, 8, "")
+        for rank in range(3):
+            for ours, theirs in zip(torch.load(folder / f"{rank}.pt"), expected, strict=True):
+                assert torch.equal(ours, theirs), moment
 
 
 def _weights_from_cpp(file: Path) -> dict[str, Tensor]:
     return {name: buffer.detach() for name, buffer in torch.jit.load(file).state_dict().items()}
+
+
+def _doors(
+    folder: Path, processes: int, gradients: str, *words: str
+) -> list[subprocess.Popen[str]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        where = {
+            "RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port
+        }  # fmt: skip
+        command = [
+            os.environ["SHARE_DOOR"],
+            str(folder / f"{rank}.pt"),
+            "9",
+            gradients,
+            str(processes),
+            *words,
+        ]
+        environment = os.environ | {key: str(value) for key, value in where.items()}
+        children.append(
+            subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+        )
+    return children
 
 
 @pytest.mark.skipif("SHARE_DOOR" not in os.environ, reason="the C++ program is not built here")
@@ -339,20 +559,7 @@ def _weights_from_cpp(file: Path) -> dict[str, Tensor]:
 def test_from_cpp(tmp_path: Path, gradients: str) -> None:
     door = os.environ["SHARE_DOOR"]
     for processes in (2, 3):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        children = []
-        for rank in range(processes):
-            where = {
-                "RANK": rank,
-                "WORLD_SIZE": processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            command = [door, str(tmp_path / f"{rank}.pt"), "9", gradients, str(processes)]
-            environment = os.environ | {key: str(value) for key, value in where.items()}
-            children.append(subprocess.Popen(command, env=environment))
+        children = _doors(tmp_path, processes, gradients)
         assert [child.wait(timeout=100) for child in children] == [0] * processes
         alone_ = tmp_path / "alone.pt"
         subprocess.run([door, alone_, "9", gradients, str(processes)], check=True)
@@ -361,6 +568,12 @@ def test_from_cpp(tmp_path: Path, gradients: str) -> None:
         for rank in range(processes):
             for name, value in _weights_from_cpp(tmp_path / f"{rank}.pt").items():
                 assert torch.equal(value, expected[name]), (rank, name)
+    for start_ in ("-1", "3"):  # at construction, and later
+        children = _doors(tmp_path, 3, gradients, start_)
+        for child in children:
+            _, text = child.communicate(timeout=100)
+            assert child.returncode == 1
+            assert "process 1 of 3 has other options than the others" in text
 
 
 def _everyday(rank: int, processes: int, folder: str) -> None:
@@ -401,14 +614,24 @@ def _everyday(rank: int, processes: int, folder: str) -> None:
 
             one.grad = added(own, one)
             other.grad = sum_in_pairs([added(parts, other) for parts in all_]) / processes
-        # The whole gradient's norm, which each process can compute here.
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in parameters(theirs) if p.grad is not None]
-        )
-        for groups in (ours, theirs):
-            for parameter in parameters(groups):
-                if parameter.grad is not None:
-                    parameter.grad *= 2.0 ** -int(norm.log2())  # exact, so that both round alike
+        # To a tenth; to nothing that fp32 could square; and not at all.
+        limit = {1: 10.0, 2: 1e-25, 3: 1e9}.get(step)
+        if limit is not None:
+            norms = [each.clip_grad_norm_(limit) for each in (optimizer, reference)]
+            assert torch.equal(norms[0], norms[1]) and norms[0] > 100
+        if step == 5:  # clipped, but not stepped: it leaves nothing behind
+            optimizer.clip_grad_norm_(1e-3)
+            kept = [p.grad for p in parameters(ours)]
+            optimizer.zero_grad()
+            for parameter, grad in zip(parameters(ours), kept, strict=True):
+                parameter.grad = grad
+        if step == 6:
+            optimizer.clip_grad_norm_(1e9)
+            parameters(ours)[0].grad.mul_(1)
+            with pytest.raises(ValueError, match="call it after the last backward"):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            continue
         optimizer.step()
         reference.step()
         for schedule in schedules:

@@ -25,6 +25,22 @@ std::string to_string(Mark mark);
 /// Better or worse only if the interval that holds for all comparisons at once excludes 0.
 Mark mark_of(const Paired& difference);
 
+/// How soon a setting reaches the baseline's final loss: its first step at or below that loss, linear between
+/// validations, as a fraction of the baseline's steps. Seed by seed, each with the baseline's loss at the same seed.
+struct StepsToLoss {
+  int64_t seeds = 0;         // that both have
+  int64_t reached = 0;       // seeds that get there; the others have no fraction
+  double median = kUnknown;  // over all seeds; unknown unless more than half of them get there
+  std::optional<Paired>
+      less;  // fraction minus 1, only if all seeds get there: others would make it too small
+  double holm =
+      kUnknown;  // p-value, corrected for the family of the loss; a setting without one counts as 1
+  Mark mark = Mark::kUndecided;
+};
+
+/// The first step at which the curve is at or below the loss, linear between validations. Nothing if it never is.
+std::optional<double> first_step_at(const Curve& curve, double loss);
+
 /// A setting against a baseline. Exploratory comparisons form one family, all others another.
 struct BaselineComparison {
   Paired difference;  // loss minus the baseline's, seed by seed
@@ -32,6 +48,7 @@ struct BaselineComparison {
   int64_t family = 0;      // number of comparisons in its family
   double holm = kUnknown;  // p-value, corrected for its family
   Mark mark = Mark::kUndecided;
+  StepsToLoss steps;
 };
 
 /// Mean over seeds at every step, with its 95% interval.
@@ -45,6 +62,7 @@ struct SettingSummary {
   std::string name, title;
   train::Options own;                // its options, if the study file defines it
   std::map<int64_t, double> losses;  // by seed
+  std::map<int64_t, Curve> curves;   // by seed
   Summary loss;
   int64_t failed = 0;  // number of seeds whose run failed or cannot be read
   bool exploratory = true;
@@ -72,9 +90,30 @@ struct Noise {
   double largest = kUnknown;
 };
 
+/// A setting's losses at every value of an option that variants set, on the seeds that all values have.
+struct ValueChoice {
+  struct Tried {
+    std::string value;
+    Summary loss;
+    int64_t failed = 0;
+  };
+  std::string setting, title;
+  std::vector<Tried> tried;  // by size; a value whose runs all failed has no losses
+  std::string best;
+  bool at_edge =
+      false;  // the smallest or largest value that has losses, so a better one may lie beyond it
+};
+
+/// The best value of an optimizer option for each setting, such as muon-lr.
+struct BestValues {
+  std::string key;
+  std::vector<ValueChoice> settings;
+};
+
 struct Analysis {
   VariantSummary main;
-  std::vector<VariantSummary> variants;  // if some differ in muon-lr, also "best muon-lr"
+  std::vector<VariantSummary> variants;  // for each of best_values also "best muon-lr"
+  std::vector<BestValues> best_values;   // for options that alone tell variants apart
   /// Whole matrices and QK in random groups, only on seeds that all of them have, so that they can be compared.
   VariantSummary group_sizes;
   std::optional<Noise> noise;

@@ -93,6 +93,12 @@ const char* why_not_of_a_setting(const train::Key& key) {
              : "is not an optimizer option, and settings may differ only in those";
 }
 
+// Why a key cannot be tuned for a setting, or nullptr if it can.
+const char* why_not_tuned(const train::Key& key) {
+  const char* why = why_not_of_all(key);
+  return why != nullptr ? why : why_not_of_a_setting(key);
+}
+
 // Options of `group-muon train`, checked one by one.
 train::Options options_of(
     const toml::table& table, const fs::path& folder,
@@ -192,10 +198,10 @@ Setting own_setting_of(const toml::table& table, const fs::path& folder) {
   return setting;
 }
 
-void check_apart(const Variant& variant, const Setting& setting) {
-  for (const auto& [key, value] : setting.options) {
-    for (const auto& [other, text] : variant.options) {
-      TORCH_CHECK_VALUE(key != other, "setting '", setting.name, "' sets ", key, " as well");
+void check_apart(const train::Options& options, const Study& study, const std::string& setting) {
+  for (const auto& [key, value] : setting_options(study, setting)) {
+    for (const auto& [other, text] : options) {
+      TORCH_CHECK_VALUE(key != other, "setting '", setting, "' sets ", key, " as well");
     }
   }
 }
@@ -212,7 +218,7 @@ Variant variant_of(const toml::table& table, const fs::path& folder, const Study
     variant.settings = settings_of(*table.get("settings"), study);
     variant.options =
         options_of(table_of(*table.get("options"), "options"), folder, why_not_of_all);
-    for (const auto& name : variant.settings) check_apart(variant, find_setting(study, name));
+    for (const auto& name : variant.settings) check_apart(variant.options, study, name);
     if (table.contains("seeds")) variant.seeds = seeds_of(*table.get("seeds"), "seeds");
     return 0;
   });
@@ -249,6 +255,27 @@ void read_more_seeds(const toml::table& table, Study& study) {
         study.more_seeds[setting] >= study.seeds, "more-seeds: '", setting, "' already has ",
         study.seeds, " seeds, like every setting");
   }
+}
+
+void read_tuned(const toml::table& table, const fs::path& folder, Study& study) {
+  for (const auto& [name, value] : table) {
+    const std::string setting = find_setting(study, std::string(name.str())).name;
+    within("tuned setting '" + setting + "'", [&] {
+      const auto options = options_of(table_of(value, "it"), folder, why_not_tuned);
+      check_apart(options, study, setting);
+      study.tuned[setting] = options;
+      return 0;
+    });
+  }
+}
+
+int64_t first_seed_of(const toml::node& node) {
+  constexpr int64_t kHighest = 1'000'000;
+  const auto* number = node.as_integer();
+  TORCH_CHECK_VALUE(
+      number != nullptr && number->get() >= 0 && number->get() <= kHighest,
+      "first-seed should be a whole number from 0 to ", kHighest);
+  return number->get();
 }
 
 void read_own_settings(const toml::node& node, const fs::path& folder, Study& study) {
@@ -291,8 +318,8 @@ Study study_of(const toml::table& file, const fs::path& folder) {
       "this is a configuration file of group-muon train, not a study; use it as the base of a "
       "study");
   check_words(
-      file, {"data", "keep-checkpoints", "base", "settings", "own-settings", "seeds", "options",
-             "more-seeds", "variants", "noise"});
+      file, {"data", "keep-checkpoints", "base", "settings", "own-settings", "seeds", "first-seed",
+             "options", "more-seeds", "tuned", "variants", "noise"});
   Study study;
   if (const auto* data = file.get("data")) study.data = absolute(folder, name_of(*data, "data"));
   if (const auto* node = file.get("keep-checkpoints")) {
@@ -316,6 +343,8 @@ Study study_of(const toml::table& file, const fs::path& folder) {
   if (const auto* more = file.get("more-seeds")) {
     read_more_seeds(table_of(*more, "more-seeds"), study);
   }
+  if (const auto* first = file.get("first-seed")) study.first_seed = first_seed_of(*first);
+  if (const auto* tuned = file.get("tuned")) read_tuned(table_of(*tuned, "tuned"), folder, study);
   if (const auto* variants = file.get("variants")) read_variants(*variants, folder, study);
   if (const auto* noise = file.get("noise")) read_noise(table_of(*noise, "noise"), study);
   return study;
@@ -340,6 +369,14 @@ const Setting& find_setting(const Study& study, const std::string& name) {
       near.empty() ? std::string() : c10::str("; did you mean ", near, "?"), group_size_hint(name));
 }
 
+train::Options setting_options(const Study& study, const std::string& setting) {
+  auto options = find_setting(study, setting).options;
+  if (const auto tuned = study.tuned.find(setting); tuned != study.tuned.end()) {
+    options.insert(options.end(), tuned->second.begin(), tuned->second.end());
+  }
+  return options;
+}
+
 std::string to_toml(const Study& study) {
   const auto list = [](const std::vector<std::string>& names) {
     toml::array items;
@@ -356,12 +393,16 @@ std::string to_toml(const Study& study) {
   file.insert("keep-checkpoints", study.keep_checkpoints);
   file.insert("settings", list(study.settings));
   file.insert("seeds", study.seeds);
+  file.insert("first-seed", study.first_seed);
   file.insert("options", table(study.options));
   file.insert("more-seeds", table(study.more_seeds));
   if (study.noise_seeds > 0) {
     file.insert(
         "noise", toml::table{{"setting", study.noise_setting}, {"seeds", study.noise_seeds}});
   }
+  toml::table tuned;
+  for (const auto& [name, options] : study.tuned) tuned.insert(name, table(options));
+  if (!tuned.empty()) file.insert("tuned", std::move(tuned));
   toml::array own;
   for (const auto& setting : study.own_settings) {
     own.push_back(toml::table{{"name", setting.name}, {"options", table(setting.options)}});
@@ -396,8 +437,8 @@ std::vector<PlannedRun> make_plan(const Study& study) {
     run.variant = variant;
     run.seed = seed;
     run.options = study.options;
-    for (const auto* list : {&more, &find_setting(study, setting).options}) {
-      run.options.insert(run.options.end(), list->begin(), list->end());
+    for (const auto& list : {more, setting_options(study, setting)}) {
+      run.options.insert(run.options.end(), list.begin(), list.end());
     }
     run.options.emplace_back("seed", std::to_string(seed));
     plan.push_back(std::move(run));
@@ -406,16 +447,17 @@ std::vector<PlannedRun> make_plan(const Study& study) {
   for (const auto& setting : study.settings)
     most = std::max(most, seeds_of_setting(study, setting));
   for (const auto& variant : study.variants) most = std::max(most, variant.seeds);
-  for (int64_t seed = 0; seed < most; ++seed) {
+  for (int64_t i = 0; i < most; ++i) {
+    const int64_t seed = study.first_seed + i;
     for (const auto& setting : study.settings) {
-      if (seed < seeds_of_setting(study, setting)) add(setting, "", seed, {});
+      if (i < seeds_of_setting(study, setting)) add(setting, "", seed, {});
     }
-    if (seed < study.noise_seeds) {
+    if (i < study.noise_seeds) {
       add(study.noise_setting, kNoiseVariant, seed, {{"perturb", std::to_string(seed + 1)}});
     }
     for (const auto& variant : study.variants) {
       for (const auto& setting : variant.settings) {
-        if (seed < variant.seeds) add(setting, variant.name, seed, variant.options);
+        if (i < variant.seeds) add(setting, variant.name, seed, variant.options);
       }
     }
   }

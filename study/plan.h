@@ -30,7 +30,9 @@ struct Study {
   std::vector<Setting> own_settings;          // settings that the file itself defines
   std::vector<std::string> settings;          // names of all settings, own ones included
   int64_t seeds = 1;                          // number of seeds per setting
+  int64_t first_seed = 0;                     // the lowest seed of every setting, variant and noise
   std::map<std::string, int64_t> more_seeds;  // larger numbers of seeds, by setting
+  std::map<std::string, train::Options> tuned;  // more options of a setting, by setting
   std::vector<Variant> variants;
   /// A/A: this setting again, with noise_seeds seeds, from weights moved by one rounding error.
   std::string noise_setting;
@@ -42,6 +44,9 @@ Study read_study(const std::string& path);
 
 /// The setting of that name, from Table 1 or the study's own. An unknown name is an error that suggests the nearest.
 const Setting& find_setting(const Study& study, const std::string& name);
+
+/// The setting's options in this study: what defines it, then those under [tuned].
+train::Options setting_options(const Study& study, const std::string& setting);
 
 /// The study as a self-contained file.
 std::string to_toml(const Study& study);

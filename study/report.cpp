@@ -27,6 +27,27 @@ Json to_json(const Band& band) {
       {"high", band.high}};
 }
 
+// Fractions of the baseline's steps. Without a mean if some seeds never get to its loss.
+Json to_json(const StepsToLoss& steps) {
+  Json json = {
+      {"seeds", steps.seeds},
+      {"reached", steps.reached},
+      {"median", steps.median},
+      {"words", words_of(steps)}};
+  if (!steps.less) return json;
+  const auto& less = *steps.less;
+  json.update(
+      {{"mean", 1 + less.mean},
+       {"low", 1 + less.low},
+       {"high", 1 + less.high},
+       {"simultaneous_low", 1 + less.simultaneous_low},
+       {"simultaneous_high", 1 + less.simultaneous_high},
+       {"p", less.p},
+       {"holm", steps.holm},
+       {"mark", to_string(steps.mark)}});
+  return json;
+}
+
 Json to_json(const BaselineComparison& comparison) {
   const auto& difference = comparison.difference;
   return {
@@ -40,7 +61,8 @@ Json to_json(const BaselineComparison& comparison) {
       {"holm", comparison.holm},
       {"exploratory", comparison.exploratory},
       {"family", comparison.family},
-      {"mark", to_string(comparison.mark)}};
+      {"mark", to_string(comparison.mark)},
+      {"steps", to_json(comparison.steps)}};
 }
 
 Json to_json(const SettingSummary& summary) {
@@ -184,6 +206,34 @@ Json variants_of(const Analysis& analysis) {
   return list;
 }
 
+Json to_json(const BestValues& values) {
+  Json settings = Json::array();
+  for (const auto& setting : values.settings) {
+    Json tried = Json::array();
+    for (const auto& one : setting.tried) {
+      tried.push_back(
+          {{"value", one.value},
+           {"count", one.loss.count},
+           {"failed", one.failed},
+           {"mean", one.loss.mean},
+           {"deviation", one.loss.deviation}});
+    }
+    settings.push_back(
+        {{"name", setting.setting},
+         {"title", setting.title},
+         {"tried", tried},
+         {"best", setting.best},
+         {"at_edge", setting.at_edge}});
+  }
+  return {{"key", values.key}, {"settings", settings}};
+}
+
+Json best_values_of(const Analysis& analysis) {
+  Json list = Json::array();
+  for (const auto& values : analysis.best_values) list.push_back(to_json(values));
+  return list;
+}
+
 Json to_json(const std::vector<Claim>& claims) {
   Json list = Json::array();
   for (const auto& claim : claims) {
@@ -233,6 +283,7 @@ Json to_json(
       {"cells", cells_of(analysis)},
       {"noise", analysis.noise ? to_json(*analysis.noise) : Json()},
       {"variants", variants_of(analysis)},
+      {"best_values", best_values_of(analysis)},
       {"group_sizes", to_json(analysis.group_sizes)},
       {"conclusions", conclusions(analysis)},
       {"claims", to_json(claims)},
@@ -285,6 +336,7 @@ Report write_report(const Folder& folder, const std::string& out) {
   write("table.md", to_markdown(folder, results, analysis, claims));
   write("table.csv", to_csv(analysis));
   write("table.tex", to_latex(analysis));
+  write("differences.csv", differences_csv(analysis));
   return report;
 }
 

@@ -14,7 +14,7 @@ struct Report {
   std::string summary;                // the settings as a table for a terminal
 };
 
-/// Writes report.html, report.json, table.md, table.csv and table.tex to `out`.
+/// Writes report.html, report.json, table.md, table.csv, table.tex and differences.csv to `out`.
 Report write_report(const Folder& folder, const std::string& out);
 
 }  // namespace study

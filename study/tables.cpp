@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 
@@ -61,12 +62,12 @@ std::string latex(const std::string& text) {
   return out;
 }
 
-std::string sign_of(const BaselineComparison& comparison) {
-  switch (comparison.mark) {
+std::string sign_of(Mark mark, bool exploratory) {
+  switch (mark) {
     case Mark::kBetter:
-      return comparison.exploratory ? " △" : " ▲";
+      return exploratory ? " △" : " ▲";
     case Mark::kWorse:
-      return comparison.exploratory ? " ▽" : " ▼";
+      return exploratory ? " ▽" : " ▼";
     default:
       return "";
   }
@@ -80,7 +81,9 @@ std::string own_number(const SettingSummary& setting, bool bold) {
   if (setting.exploratory) text += "ᵉ";
   if (setting.failed > 0) text += c10::str(" ", setting.failed, " failed");
   const auto found = setting.against.find("packed");
-  return found == setting.against.end() ? text : text + sign_of(found->second);
+  return found == setting.against.end()
+             ? text
+             : text + sign_of(found->second.mark, found->second.exploratory);
 }
 
 // The same with the paper's number: "4.7437 ± 0.0041 ▲ (3.2722)".
@@ -129,9 +132,94 @@ void write_settings(std::ostream& out, const VariantSummary& summary) {
                            comparison.difference.simultaneous_high)
                      : "")
           << " | " << (tested ? number(comparison.difference.p, "%.3g") : "") << " | "
-          << (tested ? number(comparison.holm, "%.3g") : "") << " |" << sign_of(comparison) << " |";
+          << (tested ? number(comparison.holm, "%.3g") : "") << " |"
+          << sign_of(comparison.mark, comparison.exploratory) << " |";
     }
     out << "\n";
+  }
+  out << "\n";
+}
+
+// An interval of fractions from one of differences to 1.
+std::string fractions(double low, double high) {
+  return std::isfinite(low) ? c10::str("[", number(1 + low), ", ", number(1 + high), "]") : "";
+}
+
+bool has_steps(const VariantSummary& summary) {
+  for (const auto& setting : summary.settings) {
+    for (const auto& [baseline, comparison] : setting.against) {
+      if (comparison.steps.seeds > 0) return true;
+    }
+  }
+  return false;
+}
+
+void write_steps(std::ostream& out, const VariantSummary& summary) {
+  out << "| setting |";
+  for (const char* baseline : kBaselines) {
+    out << " seeds | steps to " << baseline << "'s loss | for all | p | Holm | |";
+  }
+  out << "\n|---|---:|---|---|---:|---:|---|---:|---|---|---:|---:|---|\n";
+  for (const auto& setting : summary.settings) {
+    if (setting.against.empty()) continue;
+    out << "| " << markdown(setting.title) << (setting.exploratory ? " ᵉ" : "") << " |";
+    for (const char* baseline : kBaselines) {
+      const auto found = setting.against.find(baseline);
+      if (found == setting.against.end() || found->second.steps.seeds == 0) {
+        out << " | | | | | |";
+        continue;
+      }
+      const auto& steps = found->second.steps;
+      const bool tested = steps.less && steps.less->count > 1;
+      out << " " << steps.seeds << " | " << words_of(steps) << " | "
+          << (tested ? fractions(steps.less->simultaneous_low, steps.less->simultaneous_high) : "")
+          << " | " << (tested ? number(steps.less->p, "%.3g") : "") << " | "
+          << (tested ? number(steps.holm, "%.3g") : "") << " |"
+          << sign_of(steps.mark, found->second.exploratory) << " |";
+    }
+    out << "\n";
+  }
+  out << "\n";
+}
+
+double value_of(const ValueChoice::Tried& tried) {
+  return std::strtod(tried.value.c_str(), nullptr);
+}
+
+// What a value's losses are, in one cell.
+std::string cell_of(const ValueChoice::Tried& tried, bool best) {
+  std::string text = number(tried.loss.mean);
+  if (best) text = "**" + text + "**";
+  if (tried.loss.count > 1) text += " ± " + number(tried.loss.deviation);
+  if (tried.failed > 0) text += c10::str(", ", tried.failed, " failed");
+  return text;
+}
+
+void write_best_values(std::ostream& out, const BestValues& values) {
+  std::map<double, std::string> columns;
+  for (const auto& setting : values.settings) {
+    for (const auto& tried : setting.tried) columns[value_of(tried)] = tried.value;
+  }
+  out << "# The best " << values.key << " of each setting\n\nMean ± standard deviation of the loss "
+      << "on the seeds that all values of a setting have. An edge is the smallest or largest value "
+      << "with results: a better one may lie beyond it.\n\n| setting | seeds |";
+  for (const auto& [number, value] : columns) out << " " << value << " |";
+  out << " best | |\n|---|---:|";
+  for (size_t i = 0; i < columns.size(); ++i) out << "---|";
+  out << "---:|---|\n";
+  for (const auto& setting : values.settings) {
+    int64_t seeds = 0;
+    for (const auto& tried : setting.tried) seeds = std::max(seeds, tried.loss.count);
+    out << "| " << markdown(setting.title) << " | " << seeds << " |";
+    for (const auto& [number, value] : columns) {
+      const auto tried = std::find_if(
+          setting.tried.begin(), setting.tried.end(),
+          [&, wanted = number](const auto& one) { return value_of(one) == wanted; });
+      out << " "
+          << (tried == setting.tried.end() ? "" : cell_of(*tried, tried->value == setting.best))
+          << " |";
+    }
+    out << " " << setting.best << " |" << (setting.at_edge ? " edge" : "") << " |\n";
   }
   out << "\n";
 }
@@ -181,6 +269,9 @@ std::vector<TableRow> grouped_rows() {
   return rows;
 }
 
+// What is missing where some seeds never get to the loss.
+constexpr Paired kNoPairs = {0, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown, kUnknown};
+
 void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
   const auto plain = [](double value) { return std::isfinite(value) ? format("%.9g", value) : ""; };
   for (const auto& setting : summary.settings) {
@@ -192,14 +283,19 @@ void write_csv_rows(std::ostream& out, const VariantSummary& summary) {
     for (const char* baseline : kBaselines) {
       const auto found = setting.against.find(baseline);
       if (found == setting.against.end()) {
-        out << ",,,,,,,,,";
+        out << std::string(19, ',');
         continue;
       }
-      const auto& [difference, exploratory, family, holm, mark] = found->second;
+      const auto& [difference, exploratory, family, holm, mark, steps] = found->second;
       out << "," << difference.count << "," << plain(difference.mean) << ","
           << plain(difference.low) << "," << plain(difference.high) << ","
           << plain(difference.simultaneous_low) << "," << plain(difference.simultaneous_high) << ","
           << plain(difference.p) << "," << plain(holm) << "," << to_string(mark);
+      const auto less = steps.less.value_or(kNoPairs);
+      out << "," << steps.seeds << "," << steps.reached << "," << plain(steps.median) << ","
+          << plain(1 + less.mean) << "," << plain(1 + less.low) << "," << plain(1 + less.high)
+          << "," << plain(1 + less.simultaneous_low) << "," << plain(1 + less.simultaneous_high)
+          << "," << plain(less.p) << "," << plain(steps.holm);
     }
     out << "\n";
   }
@@ -303,6 +399,17 @@ bool is_best_rule(const VariantSummary& summary, size_t cell) {
   });
 }
 
+std::string words_of(const StepsToLoss& steps) {
+  if (steps.less) {
+    const std::string ends = fractions(steps.less->low, steps.less->high);
+    return number(1 + steps.less->mean) + (ends.empty() ? "" : " " + ends);
+  }
+  if (steps.reached == 0) return "never";
+  const std::string median =
+      std::isfinite(steps.median) ? "median " + number(steps.median) : "no median";
+  return c10::str("reached by ", steps.reached, " of ", steps.seeds, ", ", median);
+}
+
 std::string to_markdown(
     const Folder& folder, const Results& results, const Analysis& analysis,
     const std::vector<Claim>& claims) {
@@ -318,6 +425,18 @@ std::string to_markdown(
       << "p is two-sided, from sign flips; the Holm column has it with Holm's correction. "
       << "With n seeds p cannot be below 2^(1-n), however large the effect.\n\n";
   write_settings(out, analysis.main);
+  if (has_steps(analysis.main)) {
+    out << "# Steps to a baseline's final loss\n\nThe first step at which a setting's validation "
+           "loss "
+        << "is at or below the final loss of the baseline with the same seed, as a fraction of the "
+           "baseline's steps; validation losses are joined by lines. Below 1 is better. Intervals, "
+           "p-values and marks are as for losses. Where some seeds never get there, there is no "
+           "mean "
+           "and no interval, since the seeds that do are the lucky ones; the median counts the "
+           "others "
+           "as last. Such a setting still counts in the corrections.\n\n";
+    write_steps(out, analysis.main);
+  }
   for (const auto& setting : folder.study.own_settings) {
     out << markdown(setting.name) << ", defined by this study:";
     for (const auto& option : setting.options) out << " " << markdown(option);
@@ -337,7 +456,9 @@ std::string to_markdown(
     for (const auto& option : variant.options) out << markdown(option) << " ";
     out << "\n\n";
     write_settings(out, variant);
+    if (has_steps(variant)) write_steps(out, variant);
   }
+  for (const auto& values : analysis.best_values) write_best_values(out, values);
   out << "# Claims of the paper\n\nFor this model, text and length of training only.\n\n| | claim "
          "| "
          "verdict | evidence |\n|---:|---|---|---|\n";
@@ -377,13 +498,35 @@ std::string to_csv(const Analysis& analysis) {
   for (const std::string baseline : kBaselines) {
     for (const char* column :
          {"seeds", "difference", "low", "high", "simultaneous_low", "simultaneous_high", "p",
-          "holm_p", "mark"}) {
+          "holm_p", "mark", "steps_seeds", "steps_reached", "steps_median", "steps_mean",
+          "steps_low", "steps_high", "steps_simultaneous_low", "steps_simultaneous_high", "steps_p",
+          "steps_holm_p"}) {
       out << "," << baseline << "_" << column;
     }
   }
   out << "\n";
   write_csv_rows(out, analysis.main);
   for (const auto& variant : analysis.variants) write_csv_rows(out, variant);
+  return out.str();
+}
+
+std::string differences_csv(const Analysis& analysis) {
+  std::ostringstream out;
+  out << "variant,setting,baseline,step,seeds,difference,low,high\n";
+  const auto plain = [](double value) { return std::isfinite(value) ? format("%.9g", value) : ""; };
+  const auto write = [&](const VariantSummary& summary) {
+    for (const auto& setting : summary.settings) {
+      for (const auto& [baseline, band] : setting.differences) {
+        for (size_t i = 0; i < band.steps.size(); ++i) {
+          out << summary.name << "," << setting.name << "," << baseline << "," << band.steps[i]
+              << "," << band.count << "," << plain(band.mean[i]) << "," << plain(band.low[i]) << ","
+              << plain(band.high[i]) << "\n";
+        }
+      }
+    }
+  };
+  write(analysis.main);
+  for (const auto& variant : analysis.variants) write(variant);
   return out.str();
 }
 

@@ -143,7 +143,45 @@ TEST_F(PlanTest, ThePapersStudyHasIts37CellsAndOursByName) {
   EXPECT_EQ(settings, cells);
 }
 
+TEST_F(PlanTest, SeedsBeginWhereTheFileSays) {
+  const auto runs = plan(
+      "settings = [\"packed\"]\nseeds = 2\nfirst-seed = 100\n[noise]\nsetting = \"packed\"\n"
+      "seeds = 1\n[[variants]]\nname = \"fast\"\nsettings = [\"packed\"]\n"
+      "options = { muon-lr = 0.02 }\n");
+  std::vector<std::string> names;
+  for (const auto& run : runs) {
+    names.push_back(run.name);
+    EXPECT_EQ(train::configure(run.options).seed, run.seed);
+  }
+  EXPECT_EQ(
+      names,
+      (std::vector<std::string>{
+          "packed/seed-100", "noise/packed/seed-100", "fast/packed/seed-100", "packed/seed-101"}));
+}
+
+TEST_F(PlanTest, TunedSettingsHaveTheirOwnOptionsInAllRuns) {
+  const auto runs = plan(
+      "settings = [\"three-way\", \"qk-1\"]\n[options]\nmuon-lr = 0.01\n"
+      "[tuned]\nqk-1 = { muon-lr = 0.02, momentum = 0.9 }\n"
+      "[[variants]]\nname = \"long\"\nsettings = [\"qk-1\"]\noptions = { steps = 7000 }\n");
+  ASSERT_EQ(runs.size(), 3);
+  EXPECT_EQ(train::configure(runs[0].options).muon.lr(), 0.01);
+  for (const size_t i : {1, 2}) {
+    const auto config = train::configure(runs[i].options);
+    EXPECT_EQ(runs[i].setting, "qk-1");
+    EXPECT_EQ(config.muon.lr(), 0.02);
+    EXPECT_EQ(config.muon.momentum(), 0.9);
+    EXPECT_EQ(config.qk_group, "1");
+  }
+}
+
 TEST_F(PlanTest, AWrittenStudyReadsTheSame) {
+  write(
+      "settings = [\"packed\", \"qk-1\"]\nfirst-seed = 7\n[tuned]\nqk-1 = { muon-lr = 0.02 }\n",
+      "tuned.toml");
+  const auto tuned = read_study(folder_ / "tuned.toml");
+  EXPECT_EQ(to_toml(read_study(write(to_toml(tuned)))), to_toml(tuned));
+  EXPECT_EQ(read_study(folder_ / "study.toml").first_seed, 7);
   for (const char* name : {"table1.toml", "table1-small.toml", "demo-study.toml"}) {
     auto study = read_study(std::string(GROUP_MUON_SOURCE "/configs/") + name);
     study.data = "/somewhere/data";
@@ -191,6 +229,15 @@ TEST_F(PlanTest, WrongFilesAreNamed) {
   says("settings = \"table1\"\n[options]\nperturb = 3", "'perturb' is not allowed here");
   says("settings = \"table1\"\nseeds = 3\n[more-seeds]\npacked = 2", "already has 3 seeds");
   says("settings = \"table1\"\n[more-seeds]\npaked = 3", "did you mean packed?");
+  says("settings = \"table1\"\nfirst-seed = -1", "first-seed should be a whole number from 0");
+  says("settings = \"table1\"\n[tuned]\nqk1 = {}", "did you mean qk-1?");
+  says("settings = \"table1\"\n[tuned]\nqk-1 = { qk-group = \"2\" }", "is part of a setting");
+  says("settings = \"table1\"\n[tuned]\nqk-1 = { steps = 3 }", "not an optimizer option");
+  says("settings = \"table1\"\n[tuned]\nqk-1 = 3", "should be a table");
+  says(
+      "settings = \"table1\"\n[tuned]\nqk-1 = { muon-lr = 0.1 }\n[[variants]]\nname = \"a\"\n"
+      "settings = [\"qk-1\"]\noptions = { muon-lr = 0.2 }",
+      "setting 'qk-1' sets muon-lr as well");
   says("settings = \"table1\"\n[noise]\nsetting = \"packed\"", "needs a setting and seeds");
   says(
       "settings = \"table1\"\n[[variants]]\nname = \"a/b\"\nsettings = \"table1\"\noptions = {}",

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <csignal>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -99,9 +100,182 @@ TEST(StudyTest, SettingsAreComparedAtTheBestLearningRateOfEach) {
   EXPECT_NE(tuned.find("packed")->title.find(", at 0.001"), std::string::npos);
   EXPECT_EQ(heads->losses.size(), 1) << "only the seeds that all rates have";
   EXPECT_NEAR(heads->against.at("packed").difference.mean, -0.1, 1e-12);
+  EXPECT_EQ(heads->curves.size(), 1) << "and the curves of the best rate";
+  ASSERT_EQ(analysis.best_values.size(), 1);
+  EXPECT_EQ(analysis.best_values[0].key, "muon-lr");
+  const auto& choices = analysis.best_values[0].settings;
+  ASSERT_EQ(choices.size(), 3);
+  EXPECT_EQ(choices[0].best, "0.001");
+  EXPECT_FALSE(choices[0].at_edge);
+  EXPECT_EQ(choices[1].setting, "head-wise");
+  EXPECT_EQ(choices[1].best, "0.0005");
+  EXPECT_TRUE(choices[1].at_edge);
+  std::vector<std::string> values;
+  for (const auto& tried : choices[1].tried) values.push_back(tried.value);
+  EXPECT_EQ(values, (std::vector<std::string>{"0.0005", "0.001", "0.002"})) << "by size";
   const auto plain = folder_of("unused", 1);
   EXPECT_TRUE(analyze(plain, results_of(plain, [](const PlannedRun&, int64_t) { return 1.0; }))
                   .variants.empty());
+}
+
+TEST(StudyTest, EachOptionThatVariantsSetHasItsBestValue) {
+  auto folder = folder_of("unused", 2);
+  folder.study.settings = {"three-way", "qk-1"};
+  folder.study.options.emplace_back("muon-lr", "0.001");
+  folder.study.tuned["qk-1"] = {{"adamw-lr", "0.002"}};
+  folder.study.variants = {
+      {"fast", {"three-way", "qk-1"}, 2, {{"muon-lr", "0.002"}}},
+      {"wild", {"three-way", "qk-1"}, 2, {{"muon-lr", "0.004"}}},
+      {"embedding", {"three-way"}, 2, {{"adamw-lr", "0.01"}}},
+      {"both", {"three-way"}, 2, {{"muon-lr", "0.01"}, {"adamw-lr", "0.01"}}},
+      {"words", {"three-way"}, 2, {{"precision", "fp32"}}},
+      {"diagnosed", {"three-way"}, 2, {{"diagnose-every", "3"}}}};
+  folder.plan = make_plan(folder.study);
+  auto results = results_of(folder, [](const PlannedRun& run, int64_t) {
+    return seeded(run) - (run.variant == "fast" || run.variant == "embedding" ? 0.1 : 0);
+  });
+  for (auto& result : results.runs) {
+    if (result.run.variant == "wild") result.state = RunState::kFailed;
+  }
+  const auto analysis = analyze(folder, results);
+  ASSERT_EQ(analysis.best_values.size(), 2);
+  const auto& rates = analysis.best_values[0];
+  EXPECT_EQ(rates.key, "muon-lr");
+  ASSERT_EQ(rates.settings.size(), 2);
+  EXPECT_EQ(rates.settings[0].best, "0.002");
+  EXPECT_TRUE(rates.settings[0].at_edge) << "a rate that failed is no evidence of a middle";
+  ASSERT_EQ(rates.settings[0].tried.size(), 3);
+  EXPECT_EQ(rates.settings[0].tried[2].failed, 2);
+  EXPECT_EQ(rates.settings[0].tried[2].loss.count, 0);
+  EXPECT_EQ(rates.settings[1].title, "QK g = 1, adamw-lr = 0.002");
+  EXPECT_EQ(analysis.best_values[1].key, "adamw-lr");
+  ASSERT_EQ(analysis.best_values[1].settings.size(), 1);
+  EXPECT_EQ(analysis.best_values[1].settings[0].tried[0].value, "0.0036") << "the default";
+  EXPECT_EQ(analysis.best_values[1].settings[0].best, "0.01");
+  const std::string table = to_markdown(folder, results, analysis, {});
+  for (const char* words :
+       {"# The best muon-lr of each setting",
+        "| setting | seeds | 0.001 | 0.002 | 0.004 | best | |",
+        "| 2 | 4.0500 ± 0.0707 | **3.9500** ± 0.0707 | –, 2 failed | 0.002 | edge |"}) {
+    EXPECT_NE(table.find(words), std::string::npos) << words << table;
+  }
+}
+
+TEST(StudyTest, TheFirstStepAtALossLiesBetweenValidations) {
+  const Curve curve = {{0, 5.0}, {100, 4.0}, {200, 3.0}};
+  EXPECT_EQ(first_step_at(curve, 3.5), 150);
+  EXPECT_EQ(first_step_at(curve, 4), 100);
+  EXPECT_EQ(first_step_at(curve, 3), 200);
+  EXPECT_EQ(first_step_at(curve, 6), 0) << "reached before the first step";
+  EXPECT_EQ(first_step_at(curve, 2.99), std::nullopt);
+  EXPECT_EQ(first_step_at({{0, 5.0}, {100, 3.0}, {200, 4.0}, {300, 2.0}}, 3.5), 75)
+      << "the first time counts, though the loss rises again";
+  EXPECT_EQ(first_step_at({{0, NAN}, {100, 3.0}}, 3), 100);
+  EXPECT_EQ(first_step_at({}, 3), std::nullopt);
+}
+
+// Straight curves that fall by `speed` over the baseline's steps, so that the baseline's loss is reached at 1 / speed.
+Results straight(const Folder& folder, const std::function<double(const PlannedRun&)>& speed_of) {
+  return results_of(folder, [&](const PlannedRun& run, int64_t step) {
+    return seeded(run) - speed_of(run) * static_cast<double>(step) / 400;
+  });
+}
+
+TEST(StudyTest, StepsToTheBaselinesLossHaveTheIntervalsOfTheirFractions) {
+  const auto folder = folder_of("unused", 8);
+  // All of these are reached between two validations.
+  const std::vector<double> fractions = {0.81, 0.84, 0.79, 0.86, 0.83, 0.82, 0.88, 0.77};
+  const auto results = straight(folder, [&](const PlannedRun& run) {
+    if (run.setting == "qk-1") return 1 / fractions[run.seed];
+    if (run.setting == "v-1") return run.seed < 5 ? 1.25 : 0.9;
+    if (run.setting == "head-wise") return run.seed < 4 ? 1.25 : 0.9;
+    return run.setting == "qk-2-random" ? 0.5 : 1.0;
+  });
+  const auto analysis = analyze(folder, results);
+  const auto& single = analysis.main.find("qk-1")->against.at("three-way");
+  ASSERT_TRUE(single.steps.less.has_value());
+  EXPECT_EQ(single.steps.seeds, 8);
+  EXPECT_EQ(single.steps.reached, 8);
+  EXPECT_NEAR(single.steps.median, 0.825, 1e-12);
+  EXPECT_EQ(single.family, 33);
+  const auto& less = *single.steps.less;
+  EXPECT_NEAR(1 + less.mean, 0.825, 1e-12);
+  // SciPy 1.16.3: t.interval at 0.95 and at 1 - 0.05 / 33 with seven degrees of freedom, and permutation_test.
+  EXPECT_NEAR(1 + less.low, 0.7950229162939818, 1e-12);
+  EXPECT_NEAR(1 + less.high, 0.8549770837060181, 1e-12);
+  EXPECT_NEAR(1 + less.simultaneous_low, 0.7612464477701344, 1e-11);
+  EXPECT_NEAR(1 + less.simultaneous_high, 0.8887535522298655, 1e-11);
+  EXPECT_EQ(less.p, 0.0078125);
+  EXPECT_NEAR(single.steps.holm, 33 * 0.0078125, 1e-12) << "others count as tests without a result";
+  EXPECT_EQ(single.steps.mark, Mark::kBetter);
+  // Five of eight seeds get there: a median, but no mean or interval, since those five are the lucky ones.
+  const auto& some = analysis.main.find("v-1")->against.at("three-way").steps;
+  EXPECT_EQ(some.reached, 5);
+  EXPECT_FALSE(some.less.has_value());
+  EXPECT_NEAR(some.median, 0.8, 1e-12);
+  EXPECT_EQ(some.mark, Mark::kUndecided);
+  EXPECT_EQ(words_of(some), "reached by 5 of 8, median 0.8000");
+  const auto& half = analysis.main.find("head-wise")->against.at("three-way").steps;
+  EXPECT_EQ(words_of(half), "reached by 4 of 8, no median");
+  const auto& none = analysis.main.find("qk-2-random")->against.at("packed").steps;
+  EXPECT_EQ(none.reached, 0);
+  EXPECT_EQ(words_of(none), "never");
+  // A setting that is the baseline in all but name gets there at the last step.
+  EXPECT_NEAR(1 + analysis.main.find("packed")->against.at("three-way").steps.less->mean, 1, 1e-12);
+  const std::string table = to_markdown(folder, results, analysis, {});
+  EXPECT_NE(table.find("# Steps to a baseline's final loss"), std::string::npos);
+  EXPECT_NE(table.find("| 8 | reached by 5 of 8, median 0.8000 |"), std::string::npos) << table;
+}
+
+TEST(StudyTest, StepsAreComparedOnTheSeedsThatBothHave) {
+  const auto folder = folder_of("unused", 3);
+  auto results =
+      straight(folder, [](const PlannedRun& run) { return run.setting == "qk-1" ? 1.25 : 1.0; });
+  for (auto& run : results.runs) {
+    if (run.run.name == "qk-1/seed-0") run.state = RunState::kRunning;
+    if (run.run.name == "three-way/seed-1") run.state = RunState::kRunning;
+  }
+  const auto& single = *analyze(folder, results).main.find("qk-1");
+  EXPECT_EQ(single.against.at("three-way").steps.seeds, 1);
+  EXPECT_EQ(words_of(single.against.at("three-way").steps), "0.8000");
+  EXPECT_TRUE(std::isnan(single.against.at("three-way").steps.holm)) << "one seed tests nothing";
+  EXPECT_EQ(single.against.at("packed").steps.seeds, 2);
+}
+
+TEST(StudyTest, UnderANullStepsAreMarkedAtMostAtTheirRate) {
+  // The baseline and five settings have the same speed but for noise. Those that never get there are not marked.
+  auto folder = folder_of("unused", 6);
+  folder.study.settings = {"three-way", "packed", "qk-1", "v-1", "head-wise"};
+  folder.plan = make_plan(folder.study);
+  constexpr int kStudies = 400;
+  std::mt19937_64 generator(5);
+  std::normal_distribution<double> noise(0, 0.02);
+  int marked = 0;
+  for (int study = 0; study < kStudies; ++study) {
+    std::map<std::string, double> speeds;
+    for (const auto& run : folder.plan) speeds[run.name] = 1 + noise(generator);
+    const auto analysis =
+        analyze(folder, straight(folder, [&](const PlannedRun& run) { return speeds[run.name]; }));
+    bool any = false;
+    for (const auto& setting : analysis.main.settings) {
+      const auto found = setting.against.find("three-way");
+      any = any || (found != setting.against.end() && found->second.steps.mark != Mark::kUndecided);
+    }
+    marked += any ? 1 : 0;
+  }
+  EXPECT_LE(marked, kStudies * (0.05 + 3 * std::sqrt(0.05 * 0.95 / kStudies)));
+}
+
+TEST(TablesTest, DifferencesAreWrittenStepByStep) {
+  const auto folder = folder_of("unused", 2);
+  const auto results = straight(folder, [](const PlannedRun& run) {
+    return run.setting != "qk-1" ? 1.0 : run.seed == 0 ? 2.0 : 3.0;
+  });
+  const std::string text = differences_csv(analyze(folder, results));
+  EXPECT_EQ(text.find("variant,setting,baseline,step,seeds,difference,low,high\n"), 0);
+  EXPECT_NE(text.find("\n,qk-1,three-way,0,2,0,0,0\n"), std::string::npos) << text.substr(0, 300);
+  // At half of the steps: -0.5 and -1. Student's t with one degree of freedom has the quantile 12.706.
+  EXPECT_NE(text.find("\n,qk-1,three-way,200,2,-0.75,-3.92655118,2.42655118\n"), std::string::npos);
 }
 
 TEST(StudyTest, TextFromFilesIsEscapedInEveryTable) {

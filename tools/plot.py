@@ -7,7 +7,7 @@ plot.py gain OUT RUN                gain and cost of every grouping by step, aga
 plot.py numbers RUN                 the same as a Markdown table: means over Q and K of all layers, for the first ten
                                     measurements and then every tenth
 plot.py study FOLDER                all figures of a study from its report.json, into FOLDER/figures: figure1,
-                                    figure2, differences, effects, variants and gain, where there are data
+                                    figure2, differences, effects, steps, variants and gain, where there are data
 
 ranks, norms, gain and numbers need a run trained with --diagnose-every.
 """
@@ -395,9 +395,17 @@ def study_figure2(report: dict):
     return figure
 
 
+def names_of_curves(report: dict) -> list[str]:
+    """All settings of a small study, else the headline settings and the study's own."""
+    names = [one["name"] for one in report["settings"]]
+    if len(names) <= 10:
+        return names
+    return ["packed", "three-way", "head-wise", "qk-1", "qk-6-random", *own_settings(report)]
+
+
 def study_differences(report: dict):
     titles, differences = titles_of(report), report["differences"]
-    names = ("packed", "three-way", "head-wise", "qk-1", "qk-6-random", *own_settings(report))
+    names = names_of_curves(report)
     bases = [base for base in BASELINES if present(names, differences.get(base, {}))]
     if not bases:
         return None
@@ -478,6 +486,50 @@ def study_effects(report: dict):
     return figure
 
 
+def study_steps(report: dict):
+    """Steps to each baseline's final loss. Where some seeds never get there, a cross is at the median, or right of 1 if
+    there is none."""
+
+    def steps_of(setting: dict, base: str) -> dict | None:
+        pair = setting["against"].get(base)
+        return pair["steps"] if pair and pair["steps"]["seeds"] else None
+
+    bases = [b for b in BASELINES if any(steps_of(one, b) for one in report["settings"])]
+    if not bases:
+        return None
+    shown = [one for one in report["settings"] if any(steps_of(one, base) for base in bases)]
+    figure, row = plt.subplots(
+        1, len(bases), figsize=(3 + 4.5 * len(bases), 1.3 + 0.23 * len(shown)),
+        layout="constrained", sharey=True, squeeze=False,
+    )  # fmt: skip
+    for axes, base in zip(row.flat, bases):
+        axes.axvline(1, color="#555555", linewidth=0.8)
+        for place, setting in enumerate(shown):
+            steps = steps_of(setting, base)
+            if steps is None:
+                continue
+            color = style_of(setting["name"], own_settings(report))["color"]
+            if steps.get("mean") is None:
+                middle = steps["median"] if steps["median"] is not None else 1.02
+                axes.plot(middle, place, "x", color=color, markersize=5)
+                continue
+            if steps["low"] is not None and steps["seeds"] > 2:
+                axes.plot([steps["low"], steps["high"]], [place, place], color=color, linewidth=1.5)
+            face = "white" if setting["against"][base]["exploratory"] else color
+            axes.plot(steps["mean"], place, "o", color=color, markerfacecolor=face, markersize=5)
+        axes.set(title=f"Steps to {base}'s final loss, of its steps", xlim=(None, 1.04))
+    row[0][0].set_yticks(range(len(shown)), [one["title"] for one in shown])
+    row[0][0].set_ylim(len(shown) - 0.4, -0.6)
+    tidy(row.flat)
+    for axes in row.flat:
+        axes.set_xlabel("fraction: left is better")
+    figure.supxlabel(
+        "95% intervals; hollow: exploratory; cross: some seeds never get there (at the median, or right of 1 "
+        "without one)", fontsize=9,
+    )  # fmt: skip
+    return figure
+
+
 def study_variants(report: dict):
     drawn = [v for v in report["variants"] if any(map(bool, v["differences"].values()))]
     bases = [base for base in BASELINES if any(v["differences"].get(base) for v in drawn)]
@@ -547,6 +599,7 @@ def study(folder: str) -> None:
         "figure2": study_figure2,
         "differences": study_differences,
         "effects": study_effects,
+        "steps": study_steps,
         "variants": study_variants,
         "gain": study_gain,
     }

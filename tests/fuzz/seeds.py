@@ -154,7 +154,7 @@ SEEDS = {
         b'[model]\nlayers = 2\n---\nbase = "base.toml"\nsettings = "table1"\n'
         b'[[own-settings]]\nname = "own"\noptions = { muon-lr = 0.1 }\n'
         b'[[variants]]\nname = "half"\nsettings = ["own"]\noptions = { adamw-lr = 0.1 }\n'
-        b'[noise]\nsetting = "own"\nseeds = 1\n[more-seeds]\nown = 3\n',
+        b'[noise]\nsetting = "own"\nseeds = 1\n[more-seeds]\nown = 3\n[tuned]\nown = { momentum = 0.9 }\n',
     ],
     "vocabulary": [
         text(1, "YWI= 256", "YWJj 257\n---", "abcab aab"),
@@ -177,7 +177,7 @@ WORDS = {
     "shapes": [*keys(), *TOML_WORDS, "sizes", "weight", "shape", "layout", "copies", "active", "adamw", "rows"],
     "shards": [],
     "state": [*JSON_WORDS, "version", "step", "files", "bytes", "crc32c", "validation_loss"],
-    "study": [*keys(), *TOML_WORDS, *RUN, "own-settings", "variants", "noise", "more-seeds", "options", "seeds", "base"],
+    "study": [*keys(), *TOML_WORDS, *RUN, "own-settings", "variants", "noise", "more-seeds", "first-seed", "tuned", "options", "seeds", "base"],
     "vocabulary": ["==", "YWI=", "#version", " 256", "\u0120", "\n---\n"],
 }  # fmt: skip
 

@@ -286,7 +286,14 @@ class Report(Scenario):
 
     def begin(self):
         super().begin()
-        for name in ("report.html", "report.json", "table.md", "table.csv", "table.tex"):
+        for name in (
+            "report.html",
+            "report.json",
+            "table.md",
+            "table.csv",
+            "table.tex",
+            "differences.csv",
+        ):
             (self.work / "report").mkdir(exist_ok=True)
             (self.work / "report" / name).write_text("old\n")
 

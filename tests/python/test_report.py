@@ -53,7 +53,7 @@ name = "exploding"
 settings = ["packed"]
 options = { muon-lr = 1e38 }
 """
-FIGURES = ("figure1", "figure2", "differences", "effects", "variants", "gain")
+FIGURES = ("figure1", "figure2", "differences", "effects", "steps", "variants", "gain")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,68 @@ def test_numbers_are_those_of_the_runs(study):
     assert {run["run"] for run in report["diagnostics"]} == {"diagnosed/three-way/seed-0"}
     assert [claim["number"] for claim in report["claims"]] == list(range(1, 9))
     assert "/" not in report["common_config"]["data"]
+
+
+def first_step_at(losses, target):
+    """Of losses by step, joined by lines."""
+    before = None
+    for step, loss in losses:
+        if loss <= target:
+            if before is None:
+                return step
+            return before[0] + (before[1] - target) / (before[1] - loss) * (step - before[0])
+        before = (step, loss)
+    return None
+
+
+def test_steps_to_a_baselines_loss_are_those_of_the_curves(study):
+    report = data_of(study)
+    checked = 0
+    for name in ("three-way", "head-wise", "qk-1", "qk-6-random", "qk-growing"):
+        fractions = []
+        for seed in (0, 1):
+            own, base = (
+                list(zip(range(0, 13, 2), values(study / one / f"seed-{seed}", "validation_loss")))
+                for one in (name, "packed")
+            )
+            fractions.append(first_step_at(own, base[-1][1]))
+        there = sorted(step / 12 for step in fractions if step is not None)
+        steps = setting(report, name)["against"]["packed"]["steps"]
+        assert steps["seeds"] == 2 and steps["reached"] == len(there)
+        if len(there) == 2:
+            assert steps["mean"] == pytest.approx(sum(there) / 2, abs=1e-12)
+            assert steps["median"] == pytest.approx(sum(there) / 2, abs=1e-12)
+            assert steps["low"] < steps["mean"] < steps["high"] and steps["p"] in (0.5, 1)
+            checked += 1
+        else:
+            assert "mean" not in steps and steps["median"] is None
+            assert steps["words"].startswith("reached by 1 of 2" if there else "never")
+    assert checked > 0
+
+
+def test_curves_of_differences_are_a_table(study):
+    report = data_of(study)
+    rows = list(csv.DictReader((study / "report/differences.csv").open()))
+    assert {row["variant"] for row in rows} == {"", "double-lr"}
+    grouped = [r for r in rows if r["setting"] == "qk-1" and r["baseline"] == "packed"]
+    band = report["differences"]["packed"]["qk-1"]
+    assert [int(row["step"]) for row in grouped] == band["steps"] == list(range(0, 13, 2))
+    assert [float(row["difference"]) for row in grouped] == pytest.approx(band["mean"], abs=1e-8)
+    assert [float(row["high"]) for row in grouped] == pytest.approx(band["high"], rel=1e-8)
+    assert {row["seeds"] for row in grouped} == {"2"}
+
+
+def test_the_best_learning_rate_of_each_setting_is_in_the_tables(study):
+    (best,) = data_of(study)["best_values"]
+    assert best["key"] == "muon-lr"
+    assert [one["name"] for one in best["settings"]] == ["packed", "three-way", "head-wise"]
+    for one in best["settings"]:
+        means = {tried["value"]: tried["mean"] for tried in one["tried"] if tried["count"]}
+        assert set(means) == {"0.001", "0.002"} and one["at_edge"], "of two, any is at an edge"
+        assert one["best"] == min(means, key=means.get)
+    failed = best["settings"][0]["tried"][-1]
+    assert float(failed["value"]) == 1e38 and failed["failed"] == 1 and failed["mean"] is None
+    assert "# The best muon-lr of each setting" in (study / "report/table.md").read_text()
 
 
 def test_tables_have_the_papers_layout(study):

@@ -10,7 +10,7 @@ import pytest
 from running import ROOT, program
 
 RESULTS = ROOT / "docs/results"
-TABLES = ("table.md", "table.csv", "table.tex")
+TABLES = ("table.md", "table.csv", "table.tex", "differences.csv")
 sys.path.append(str(ROOT / "tools"))
 
 

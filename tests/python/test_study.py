@@ -43,7 +43,7 @@ options = { muon-lr = 1e38 }
 """
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 SETTINGS = ("packed", "three-way", "qk-2-random")
-TABLES = ("table.md", "table.csv", "table.tex")
+TABLES = ("table.md", "table.csv", "table.tex", "differences.csv")
 
 
 @pytest.fixture

@@ -262,9 +262,54 @@ void softmax_row_backward(
   std::fill(weight_grads + end, weight_grads + width, static_cast<T>(0));
 }
 
+// The inverse RMS of a head's queries or keys, one per token. Heads are counted within a row.
+template <typename S>
+S* inverses_of(const AttentionSizes& shape, S* inverses, int64_t batch, int64_t head) {
+  return inverses + (batch * (shape.heads + shape.kv_heads) + head) * shape.tokens;
+}
+
+// Divides each row by its RMS, in place.
+template <typename T>
+void normalize(const MatrixView<T>& rows, Sum<T>* inverses) {
+  using S = Sum<T>;
+  for (int64_t i = 0; i < rows.rows; ++i) {
+    T* row = rows.data + i * rows.stride;
+    S squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t j = 0; j < rows.cols; ++j) {
+      squares += static_cast<S>(row[j]) * static_cast<S>(row[j]);
+    }
+    const S inverse = 1 / std::sqrt(squares / static_cast<S>(rows.cols) + static_cast<S>(kNormEps));
+    inverses[i] = inverse;
+#pragma omp simd
+    for (int64_t j = 0; j < rows.cols; ++j)
+      row[j] = static_cast<T>(static_cast<S>(row[j]) * inverse);
+  }
+}
+
+// Turns gradients with respect to rotated normalized rows into those with respect to the rows before the norm, still to
+// be rotated back. A rotation keeps dot products, so the norm's gradient may be computed before it is undone.
+template <typename T>
+void normalize_backward(const MatrixView<const T>& rows, const Sum<T>* inverses, Sum<T>* grads) {
+  using S = Sum<T>;
+  for (int64_t i = 0; i < rows.rows; ++i) {
+    const T* row = rows.data + i * rows.stride;
+    S* grad = grads + i * rows.cols;
+    S dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t j = 0; j < rows.cols; ++j) dot += static_cast<S>(row[j]) * grad[j];
+    const S mean = dot / static_cast<S>(rows.cols), inverse = inverses[i];
+#pragma omp simd
+    for (int64_t j = 0; j < rows.cols; ++j) {
+      grad[j] = inverse * (grad[j] - static_cast<S>(row[j]) * mean);
+    }
+  }
+}
+
 template <typename T>
 void attention(
-    const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums) {
+    const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, T* qkv, T* out, Sum<T>* log_sums,
+    Sum<T>* inverses) {
   using S = Sum<T>;
   const int64_t size = shape.head_dim, half = size / 2, shared = shape.heads / shape.kv_heads;
   const S scale = score_scale<S>(shape);
@@ -272,6 +317,7 @@ void attention(
     const auto view = [&](int64_t head) { return head_view(shape, qkv, shape.row(), batch, head); };
     const auto turned = [&](int64_t head) {
       const auto rows = view(head);
+      if (inverses != nullptr) normalize(rows, inverses_of(shape, inverses, batch, head));
       for (int64_t i = 0; i < shape.tokens; ++i) {
         T* row = rows.data + i * rows.stride;
         turn(row, row, rotary.cos + i * half, rotary.sin + i * half, S{1}, half);
@@ -311,7 +357,7 @@ void attention(
 template <typename T>
 void attention_backward(
     const AttentionSizes& shape, const Rotary<Sum<T>>& rotary, const T* qkv, const T* out,
-    const Sum<T>* log_sums, const T* out_grad, T* qkv_grad) {
+    const Sum<T>* log_sums, const Sum<T>* inverses, const T* out_grad, T* qkv_grad) {
   using S = Sum<T>;
   const int64_t size = shape.head_dim, half = size / 2, shared = shape.heads / shape.kv_heads;
   const S scale = score_scale<S>(shape);
@@ -367,6 +413,10 @@ void attention_backward(
         product(
             readable(weights), true, y_grad_tile, false, rows_of(value_grad, 0, keys),
             /*add=*/true);
+        if (inverses != nullptr) {
+          normalize_backward(
+              q_tile, inverses_of(shape, inverses, batch, head) + tile.first, query_grad.data);
+        }
         for (int64_t i = 0; i < tile.rows; ++i) {
           const int64_t token = tile.first + i;
           turn(
@@ -374,6 +424,10 @@ void attention_backward(
               rotary.sin + token * half, S{-1}, half);
         }
       });
+    }
+    if (inverses != nullptr) {
+      const int64_t head = key_head(shape, kv_head);
+      normalize_backward(view(head), inverses_of(shape, inverses, batch, head), key_grad.data);
     }
     for (int64_t token = 0; token < shape.tokens; ++token) {
       turn(

@@ -82,15 +82,18 @@ struct AttentionKernels {
   using S = Sum<T>;
 
   /// Rotates queries and keys in `qkv` by their positions, in place. Writes the heads' outputs to `out`
-  /// ([batch·tokens, width]) and each softmax's log-sum-exp to `log_sums` ([batch, heads, tokens]).
+  /// ([batch·tokens, width]) and each softmax's log-sum-exp to `log_sums` ([batch, heads, tokens]). Unless `inverses`
+  /// is null, each query and key is divided by its RMS before it is rotated, and 1 / RMS is written to `inverses`
+  /// ([batch, heads + kv_heads, tokens]).
   void (*forward)(
-      const AttentionSizes& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums) = nullptr;
+      const AttentionSizes& shape, const Rotary<S>& rotary, T* qkv, T* out, S* log_sums,
+      S* inverses) = nullptr;
 
-  /// Turns the gradient with respect to `out` into the one with respect to `qkv` before rotation. `qkv`, `out` and
-  /// `log_sums` are as forward() left them.
+  /// Turns the gradient with respect to `out` into the one with respect to `qkv` before norms and rotation. `qkv`,
+  /// `out`, `log_sums` and `inverses` are as forward() left them.
   void (*backward)(
       const AttentionSizes& shape, const Rotary<S>& rotary, const T* qkv, const T* out,
-      const S* log_sums, const T* out_grad, T* qkv_grad) = nullptr;
+      const S* log_sums, const S* inverses, const T* out_grad, T* qkv_grad) = nullptr;
 };
 
 /// The kernels of an engine other than portable. For bf16, the engine must compute in it.

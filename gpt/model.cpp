@@ -129,8 +129,9 @@ Tensor Model::attention(
   const auto parts =
       product(x, block.attn_c_attn).split_with_sizes({shape_.width, key_rows, key_rows}, -1);
   const auto heads = [&](const Tensor& part) { return part.view({batch, tokens, -1, size}); };
-  const Tensor q = rotated(heads(parts[0]), seen).transpose(1, 2);
-  Tensor k = rotated(heads(parts[1]), seen).transpose(1, 2);
+  const auto normed = [&](const Tensor& part) { return shape_.qk_norm ? rms_norm(part) : part; };
+  const Tensor q = rotated(normed(heads(parts[0])), seen).transpose(1, 2);
+  Tensor k = rotated(normed(heads(parts[1])), seen).transpose(1, 2);
   Tensor v = heads(parts[2]).transpose(1, 2);
   if (cache != nullptr) {
     const auto append = [&](Tensor& all, const Tensor& fresh) {

@@ -1,5 +1,6 @@
 #pragma once
-// The paper's GPT: RMS norms without gains, rotary positions, no biases, output head tied to the embedding.
+// The paper's GPT: RMS norms without gains, rotary positions, no biases, output head tied to the embedding. Queries and
+// keys may be normalized head by head, which the paper does not do.
 
 #include <torch/nn/module.h>
 #include <torch/types.h>

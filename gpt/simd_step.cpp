@@ -118,7 +118,7 @@ class SimdStepOf : public SimdStep {
   // A layer's weights and what the backward pass needs.
   struct Layer {
     Copy qkv_weight, out_weight, up_weight, down_weight;
-    Tensor normal1, inverse1, qkv, log_sums, heads, normal2, inverse2, up;
+    Tensor normal1, inverse1, qkv, log_sums, qk_inverses, heads, normal2, inverse2, up;
   };
 
   static constexpr int64_t kMlp = 4;  // MLP width as a multiple of the model's width
@@ -267,6 +267,12 @@ class SimdStepOf : public SimdStep {
     return {weights_.cos.const_data_ptr<S>(), weights_.sin.const_data_ptr<S>()};
   }
 
+  // Where the norms of a layer's queries and keys are kept; null if they are not normalized.
+  S* qk_inverses(Layer& layer) {
+    return shape_.qk_norm ? room<S>(layer.qk_inverses, rows_, shape_.heads + shape_.key_heads())
+                          : nullptr;
+  }
+
   S attention_scale() const { return 1 / std::sqrt(static_cast<S>(2 * shape_.layers)); }
 
   void forward(const int64_t* tokens, bool with_gradients) {
@@ -287,7 +293,7 @@ class SimdStepOf : public SimdStep {
         const auto timed = Timed(profile_, Part::kAttention);
         attention_.forward(
             attention_sizes_, rotary(), qkv.data, heads.data,
-            room<S>(layer.log_sums, rows_, shape_.heads));
+            room<S>(layer.log_sums, rows_, shape_.heads), qk_inverses(layer));
       }
       linear(readable(heads), weights.out_weight, stream, attention_scale(), /*add=*/true);
       normalize(layer.normal2, layer.inverse2);
@@ -368,7 +374,7 @@ class SimdStepOf : public SimdStep {
         attention_.backward(
             attention_sizes_, rotary(), layer.qkv.template const_data_ptr<T>(),
             layer.heads.template const_data_ptr<T>(), layer.log_sums.template const_data_ptr<S>(),
-            narrow_grad.data, qkv_grad.data);
+            qk_inverses(layer), narrow_grad.data, qkv_grad.data);
       }
       input_backward(readable(qkv_grad), layer.qkv_weight, narrow_grad);
       weight_backward(

@@ -15,6 +15,7 @@ struct ModelShape {
   int64_t width = 768;
   int64_t context = 1024;
   int64_t vocabulary = 50257;
+  bool qk_norm = false;  // RMS norm of each query and key head, before rotary positions
 
   int64_t head_dim() const { return width / heads; }
   int64_t key_heads() const { return kv_heads == 0 ? heads : kv_heads; }

@@ -6,6 +6,7 @@
 #include "tests/testing.h"
 #include "train/config.h"
 #include "train/files.h"
+#include "train/memory.h"
 #include "train/recipe.h"
 
 namespace {
@@ -42,7 +43,7 @@ TEST(ConfigTest, AFileGivesBackEveryKeyAsItWas) {
 }
 
 TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
-  size_t bytes = 3 * sizeof(int64_t) + sizeof(Config::muon);  // three bools, each padded
+  size_t bytes = 4 * sizeof(int64_t) + sizeof(Config::muon);  // four bools, each padded
   for (const auto& key : config_keys()) {
     EXPECT_FALSE(key.help.empty()) << key.name;
     std::visit(
@@ -180,6 +181,26 @@ TEST(ConfigTest, Record4IsTheRecipeToTheDigit) {
   EXPECT_EQ(config.validation_interval, 125);
   EXPECT_EQ(config.validation_tokens, 10'485'760);
   EXPECT_EQ(config.validation_precision, "fp32");
+}
+
+TEST(ConfigTest, RungsOfTheLadderHaveTwentyTokensPerParameter) {
+  double before = 0;
+  for (const char* rung : {"0", "1", "2"}) {
+    const Config config =
+        configure(read_options(c10::str(GROUP_MUON_SOURCE "/configs/ladder-", rung, ".toml")));
+    check(config);
+    const double parameters = block_weights(config) + embedding_weights(config);
+    const auto steps = static_cast<double>(config.steps);
+    const auto tokens = steps * static_cast<double>(config.batch * config.context);
+    EXPECT_NEAR(tokens / parameters, 20, 0.01) << rung;
+    EXPECT_GT(parameters, 2 * before) << rung;
+    EXPECT_NEAR(static_cast<double>(config.warmdown) / steps, 0.29, 0.001) << rung;
+    EXPECT_EQ(config.steps % config.validation_interval, 0) << rung;
+    EXPECT_EQ(model_shape(config).head_dim(), 16) << rung;
+    EXPECT_EQ(config.precision, "fp32") << rung;
+    EXPECT_FALSE(config.qk_norm) << rung;
+    before = parameters;
+  }
 }
 
 TEST(ConfigTest, ThePapersFileAndItsBaselinesFit) {

@@ -101,6 +101,7 @@ TEST(ModelTest, CachedLogitsEqualThoseOfTheWholeText) {
   for (const int64_t kv_heads : {0, 1, 2}) {
     ModelShape shape = kTiny;
     shape.kv_heads = kv_heads;
+    shape.qk_norm = kv_heads != 1;
     Model model(shape, torch::kFloat32, 2);
     const torch::NoGradGuard no_grad;
     const Tensor tokens = random_tokens(shape, 3, 4).slice(1, 0, shape.context);
@@ -123,6 +124,22 @@ TEST(ModelTest, AllKeyHeadsAsManyAsHeadsIsTheSameAsUnset) {
   Model a(kTiny, torch::kFloat32, 0), b(shape, torch::kFloat32, 0);
   const Tensor tokens = random_tokens(kTiny, 2, 0);
   EXPECT_TRUE(loss_of(a, tokens).equal(loss_of(b, tokens)));
+}
+
+TEST(ModelTest, NormsOfQueriesAndKeysMakeTheirSizeIrrelevant) {
+  ModelShape shape = kTiny;
+  const Tensor tokens = random_tokens(shape, 2, 0);
+  for (const bool qk_norm : {false, true}) {
+    shape.qk_norm = qk_norm;
+    Model model(shape, torch::kFloat32, 0);
+    const Tensor before = loss_of(model, tokens);
+    {
+      const torch::NoGradGuard no_grad;
+      const Tensor weight = model.named_parameters()["transformer.h.0.attn.c_attn.weight"];
+      weight.narrow(0, 0, 2 * shape.width).mul_(8);
+    }
+    EXPECT_EQ(loss_of(model, tokens).allclose(before, 1e-5, 1e-5), qk_norm);
+  }
 }
 
 TEST(ModelTest, FlopsAreSixPerWeightAndTokenPlusAttention) {

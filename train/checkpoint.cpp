@@ -126,8 +126,9 @@ void require_sane(const std::string& name, const Tensor& tensor, const std::stri
 }
 
 ordered_json shape_json(const gpt::ModelShape& shape) {
-  return {{"layers", shape.layers}, {"heads", shape.heads},     {"kv_heads", shape.key_heads()},
-          {"width", shape.width},   {"context", shape.context}, {"vocabulary", shape.vocabulary}};
+  return {{"layers", shape.layers},  {"heads", shape.heads},     {"kv_heads", shape.key_heads()},
+          {"width", shape.width},    {"context", shape.context}, {"vocabulary", shape.vocabulary},
+          {"qk_norm", shape.qk_norm}};
 }
 
 // Checksum of what state.json says, without the checksum itself. The order of its entries does not matter.
@@ -198,6 +199,17 @@ void require_same_model(const std::string& checkpoint, const gpt::ModelShape& sh
         found[name] == value, "checkpoint '", checkpoint, "' is from a different model: ", name,
         " = ", found[name].dump(), ", not ", value.dump());
   }
+}
+
+// Weights of a model with norms of queries and keys have the same shapes as those of one without.
+void require_same_norms(const std::string& file, const gpt::ModelShape& shape) {
+  const auto folder = fs::path(file).parent_path().string();
+  if (fs::path(file).filename() != kModelFile + 1 || !fs::exists(folder + kStateFile)) return;
+  const auto found = read_state_file(folder).value("model", Json::object());
+  const bool there = found.is_object() && found.value("qk_norm", Json(false)) == Json(true);
+  TORCH_CHECK_VALUE(
+      there == shape.qk_norm, "'", file, "' was trained with qk-norm = ", there ? "true" : "false",
+      ", so it cannot begin a run with qk-norm = ", shape.qk_norm ? "true" : "false");
 }
 
 // The safetensors file that --init means. That of a checkpoint must be intact.
@@ -397,6 +409,7 @@ void load_weights(const std::string& path, gpt::Model& model) {
 void load_initial_weights(const std::string& path, gpt::Model& model) {
   const std::string file = file_of_weights(path);
   const auto tensors = load_tensors(file);
+  require_same_norms(file, model.shape());
   require_only(tensors, file, model);
   for (const auto& [name, tensor] : tensors) require_sane(name, tensor, file);
   copy_weights(tensors, file, model);

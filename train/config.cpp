@@ -65,6 +65,8 @@ std::vector<Key> make_keys() {
       {"model", "context", &C::context, "Sequence length in tokens"},
       {"model", "vocabulary", &C::vocabulary,
        "Vocabulary size; 0: from the data's vocabulary.tiktoken, or GPT-2's 50257 without one", 0},
+      {"model", "qk-norm", &C::qk_norm,
+       "RMS-normalize each query and key head before rotary positions, as modded-nanogpt does"},
       {"model", "precision", &C::precision,
        "Precision of matrix products (weights are fp32): bf16, fp32, or auto (bf16 if the "
        "hardware has it)"},

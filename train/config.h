@@ -23,6 +23,7 @@ struct Config {
   int64_t width = 768;
   int64_t context = 1024;
   int64_t vocabulary = 0;
+  bool qk_norm = false;
   std::string precision = "auto";
   std::string init;
   // data

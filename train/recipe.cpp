@@ -141,7 +141,8 @@ gpt::ModelShape model_shape(const Config& config) {
       .kv_heads = config.kv_heads,
       .width = config.width,
       .context = config.context,
-      .vocabulary = config.vocabulary};
+      .vocabulary = config.vocabulary,
+      .qk_norm = config.qk_norm};
 }
 
 torch::ScalarType matmul_precision(const std::string& name) {

@@ -24,8 +24,9 @@ def rotate(x):
 
 
 class Attention(nn.Module):
-    def __init__(self, width, heads, kv_heads):
+    def __init__(self, width, heads, kv_heads, qk_norm):
         super().__init__()
+        self.qk_norm = qk_norm
         self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
         self.c_attn = nn.Linear(width, (heads + 2 * kv_heads) * self.size, bias=False)
         self.c_proj = nn.Linear(width, width, bias=False)
@@ -37,6 +38,8 @@ class Attention(nn.Module):
             part.view(batch, tokens, -1, self.size).transpose(1, 2)
             for part in self.c_attn(x).split(rows, -1)
         )
+        if self.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
         q, k = rotate(q), rotate(k)
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.size)
@@ -56,9 +59,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, layers, width, heads, kv_heads):
+    def __init__(self, layers, width, heads, kv_heads, qk_norm):
         super().__init__()
-        self.attn = Attention(width, heads, kv_heads)
+        self.attn = Attention(width, heads, kv_heads, qk_norm)
         self.mlp = Mlp(width)
         self.scale = 1 / math.sqrt(2 * layers)
 
@@ -68,9 +71,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, layers, heads, width, vocabulary, kv_heads=None):
+    def __init__(self, layers, heads, width, vocabulary, kv_heads=None, qk_norm=False):
         super().__init__()
-        blocks = [Block(layers, width, heads, kv_heads or heads) for _ in range(layers)]
+        blocks = [Block(layers, width, heads, kv_heads or heads, qk_norm) for _ in range(layers)]
         self.transformer = nn.ModuleDict(
             {"wte": nn.Embedding(vocabulary, width), "h": nn.ModuleList(blocks)}
         )

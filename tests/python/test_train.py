@@ -61,10 +61,11 @@ def save_model(model, path):
 
 @pytest.mark.parametrize("engine", group_muon.engines())
 class TestParity:
+    @pytest.mark.parametrize("qk_norm", [False, True])
     @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, engine, kv_heads):
+    def test_loss_and_gradients_equal_plain_pytorch(self, tmp_path, engine, kv_heads, qk_norm):
         torch.manual_seed(0)
-        model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads)
+        model = Gpt(layers=3, heads=4, width=64, vocabulary=100, kv_heads=kv_heads, qk_norm=qk_norm)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(3)  # away from the initial weights, where gradients are small
@@ -73,7 +74,8 @@ class TestParity:
         save_file({"tokens": tokens}, tmp_path / "tokens")
         (tmp_path / "config.toml").write_text(
             f"[model]\nlayers = 3\nheads = 4\nkv-heads = {kv_heads}\nwidth = 64\ncontext = 24\n"
-            'vocabulary = 100\nprecision = "fp32"\n[run]\nengine = "%s"\n' % engine
+            f"vocabulary = 100\nqk-norm = {str(qk_norm).lower()}\n"
+            f'precision = "fp32"\n[run]\nengine = "{engine}"\n'
         )
         files = [tmp_path / name for name in ("config.toml", "weights", "tokens", "out")]
         subprocess.run([DOOR, *files], check=True)
@@ -644,12 +646,12 @@ class TestConfigOfARun:
         cut(run)
         as_of_an_older_version(run)
         config = run / "config.toml"
-        later = r"^(shuffle|perturb|diagnose-\w+) = .*\n"
+        later = r"^(shuffle|perturb|qk-norm|diagnose-\w+) = .*\n"
         config.write_text(re.sub(later, "", config.read_text(), flags=re.M))
         done = program("train", "--resume", run)
         assert done.stdout.count("from an older version") == 1
         assert curve(run) == curve(finished) and last_weights(run) == last_weights(finished)
-        assert config.read_text().startswith("# A run of group-muon, format 3")
+        assert config.read_text().startswith("# A run of group-muon, format 4")
 
     def test_a_run_of_an_older_version_has_the_keys_of_that_version(self, run):
         cut(run)
@@ -743,6 +745,21 @@ class TestRecordOfARun:
         (run / "metrics.jsonl").unlink()
         (run / "metrics.jsonl/x").mkdir(parents=True)
         refused(run, "metrics.jsonl' is not a file and cannot be continued")
+
+
+def test_norms_of_queries_and_keys_belong_to_the_run(tmp_path, data):
+    train(data, tmp_path / "true", qk_norm="true")
+    train(data, tmp_path / "false")
+    losses = {name: values(tmp_path / name, "validation_loss") for name in ("true", "false")}
+    assert losses["true"] != losses["false"]
+    for run, other in (("true", "false"), ("false", "true")):
+        done = train(data, tmp_path / "second", check=False, init=tmp_path / run, qk_norm=other)
+        assert f"was trained with qk-norm = {run}" in done.stderr and done.returncode != 0
+        assert not (tmp_path / "second").exists()
+        done = program("train", "--resume", tmp_path / run, "--qk-norm", other, check=False)
+        assert f"qk-norm = {other} conflicts with the run's {run}" in done.stderr
+    train(data, tmp_path / "second", init=tmp_path / "true", qk_norm="true")
+    assert values(tmp_path / "second", "validation_loss")[0] == losses["true"][-1]
 
 
 class TestInit:

@@ -211,7 +211,7 @@ def _bytes(rank: int, processes: int, folder: str) -> None:
         layout = group_muon.separate(12, 8, grouping)
         groups = [{"params": list(weights.items()), "layout": layout}]
         groups = in_shards(groups, mesh, (placements,))
-        optimizer = group_muon.GroupMuon(groups)
+        optimizer = group_muon.GroupMuon(groups, precision="float32")
         before = optimizer.bytes_sent
         take_steps(groups, optimizer, range(2, 3))
         sent.append(optimizer.bytes_sent - before)

@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kMicroBatchTokens = 4096;
 
 // Version of config.toml. The files of format 1 have neither a first line that says so nor a checksum.
-constexpr int kFormat = 3;
+constexpr int kFormat = 4;
 
 // Keys that did not exist in format 1. A key that is added to the config belongs here, with a new format. All other
 // keys must be there.
@@ -43,6 +43,9 @@ constexpr LaterKey kLaterKeys[] = {
     {"rank-tolerance", 2},
     {"custom-coefficients", 2},
     {"reduction", 3},
+    {"qkv-lr", 4},
+    {"match-spectral", 4},
+    {"row-balance", 4},
 };
 
 // What a run's config.toml says, before it is checked.

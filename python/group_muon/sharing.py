@@ -19,7 +19,7 @@ class Sharing:
         gradients: str,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        layouts: Sequence[str],
+        layouts: Sequence[tuple[str, bool]],
         options: str,
     ) -> None:
         if gradients not in GRADIENTS:
@@ -32,7 +32,12 @@ class Sharing:
         self.layouts = list(layouts)
         self.weights = list(weights)
         self._exchange = torch.classes.group_muon.Exchange(
-            group.group_name, list(names), [w.detach() for w in weights], list(layouts), options
+            group.group_name,
+            list(names),
+            [w.detach() for w in weights],
+            [layout for layout, _ in layouts],
+            [whole for _, whole in layouts],
+            options,
         )
         self.own = self._exchange.own_pieces()
         # Each piece is a tensor of its own: a view of the weight where possible.

@@ -87,7 +87,7 @@ def as_of_an_older_version(run):
     """Removes what older versions did not write: checksums of the config and of state.json."""
     config = run / "config.toml"
     first, rest = config.read_text().split("\n", 1)
-    assert first.startswith("# A run of group-muon, format 3, checksum ")
+    assert first.startswith("# A run of group-muon, format 4, checksum ")
     config.write_text(rest)
     for path in run.glob("checkpoints/*/state.json"):
         state = json.loads(path.read_text())

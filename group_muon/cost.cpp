@@ -129,7 +129,7 @@ std::vector<BlockSet> block_sets(const SharedWeight& weight, const Orthogonalize
   const bool by_rows = weight.layout.axis == Axis::kRows && weight.sizes[0] == shape.rows;
   const double lines = static_cast<double>(by_rows ? shape.rows : shape.cols);
   for (const auto& segment : weight.layout.segments) {
-    for (const auto& heads : separable_heads(segment.num_heads(), segment.schedule)) {
+    for (const auto& heads : heads_apart(weight, segment)) {
       const auto count = static_cast<int64_t>(heads.size());
       BlockSet set{
           flops_of_heads(segment, count, line_length(weight, shape), options),

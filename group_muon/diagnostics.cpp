@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "group_muon/balance.h"
 #include "group_muon/blocks.h"
 #include "group_muon/orthogonalize.h"
 
@@ -99,13 +100,17 @@ Update update_of(const Tensor& x, const Weight& weight, const StepOptions& optio
       at::zeros_like(x, at::MemoryFormat::Contiguous),
       at::zeros({as_lines(x, weight).size(1)}, x.options().dtype(at::kDouble))};
   for (const auto& slot : slots_of(weight, options)) {
-    const Tensor blocks = take_blocks(x, weight, slot).flatten(0, 1);
+    const Tensor taken = take_blocks(x, weight, slot), blocks = taken.flatten(0, 1);
     use(slot, blocks);
+    const Tensor input = options.row_balance
+                             ? with_balanced_rows(taken, weight.layout.transposed).flatten(0, 1)
+                             : blocks;
     const auto orthogonalization = with_rank_tolerance(  // as in the step
         resolved(options.orthogonalize, x.device()), weight.value.scalar_type(),
         std::max(blocks.size(1), blocks.size(2)));
-    const Tensor white = orthogonalize(blocks, orthogonalization).to(x.scalar_type());
-    add_blocks(update.o, weight, slot, white.unflatten(0, {-1, slot.groups}), 1);
+    const Tensor white = orthogonalize(input, orthogonalization).unflatten(0, {-1, slot.groups});
+    if (options.match_spectral) match_spectral_norm(white, slot.axis);
+    add_blocks(update.o, weight, slot, white.to(x.scalar_type()), 1);
     update.scale.index_fill_(0, index_of(slot.rows, x), slot.scale);
   }
   return update;

@@ -33,10 +33,10 @@ class ExchangeClass : public torch::CustomClassHolder {
   ExchangeClass(
       const std::string& group, const std::vector<std::string>& names,
       const std::vector<Tensor>& weights, const std::vector<std::string>& layouts,
-      const std::string& options)
+      const Ints& whole_segments, const std::string& options)
       : exchange_(
-            c10d::resolve_process_group(group), described(names, weights, layouts), options,
-            weights.empty() ? c10::Device(c10::kCPU) : weights.front().device()) {}
+            c10d::resolve_process_group(group), described(names, weights, layouts, whole_segments),
+            options, weights.empty() ? c10::Device(c10::kCPU) : weights.front().device()) {}
 
   // Of this process, in the order of rounds.
   Ints own_pieces() const {
@@ -104,14 +104,15 @@ class ExchangeClass : public torch::CustomClassHolder {
  private:
   static std::vector<SharedWeight> described(
       const std::vector<std::string>& names, const std::vector<Tensor>& weights,
-      const std::vector<std::string>& layouts) {
+      const std::vector<std::string>& layouts, const Ints& whole_segments) {
     std::vector<SharedWeight> result;
     for (size_t i = 0; i < weights.size(); ++i) {
       SharedWeight weight{
           .name = names.at(i),
           .sizes = weights[i].sizes().vec(),
           .dtype = weights[i].scalar_type(),
-          .adamw = layouts.at(i) == "adamw"};
+          .adamw = layouts.at(i) == "adamw",
+          .whole_segments = whole_segments.at(i) != 0};
       if (!weight.adamw) {
         weight.layout = checked(parse_layout(layouts[i]), weight.sizes, weight.name);
       }
@@ -132,7 +133,7 @@ TORCH_LIBRARY_FRAGMENT(group_muon, m) {
       .def(
           torch::init<
               const std::string&, const std::vector<std::string>&, const std::vector<Tensor>&,
-              const std::vector<std::string>&, const std::string&>())
+              const std::vector<std::string>&, const Ints&, const std::string&>())
       .def("own_pieces", &ExchangeClass::own_pieces)
       .def("pieces", &ExchangeClass::pieces)
       .def("weight_of", &ExchangeClass::weight_of)

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
+#include <string>
 #include <utility>
 
 #include "group_muon/text.h"
@@ -40,14 +40,14 @@ bool is_permutation_of(int64_t n, std::vector<int64_t> order) {
   return order == expected;
 }
 
-// "6:random@2000" → one Grouping.
-Grouping parse_grouping(std::string_view text, std::string_view whole) {
-  const auto [head, from] = cut(text, '@');
-  const auto [size, rest] = cut(head, ':');
+// "6:random:4*0.5" → groups and their factor on the learning rate.
+Grouping parse_groups(std::string_view text, std::string_view whole) {
+  const auto [groups, factor] = cut(text, '*');
+  const auto [size, rest] = cut(groups, ':');
   const auto [rule, shards] = cut(rest, ':');
   Grouping grouping;
+  if (text.find('*') != std::string_view::npos) grouping.lr_factor = parse_real(factor, whole);
   if (rest.find(':') != std::string_view::npos) grouping.shards = parse_number(shards, whole);
-  if (text.find('@') != std::string_view::npos) grouping.from_step = parse_number(from, whole);
   if (size != "all") {
     grouping.group_size = parse_number(size, whole);
     TORCH_CHECK_VALUE(
@@ -69,6 +69,98 @@ Grouping parse_grouping(std::string_view text, std::string_view whole) {
         "': use adjacent, interval, random, or an order of heads such as 2-0-3-1");
   }
   return grouping;
+}
+
+// "all*1.5/5" → the periodic entry that belongs to `usual`.
+Grouping parse_periodic(std::string_view text, std::string_view whole, const Grouping& usual) {
+  const auto [groups, every] = cut(text, '/');
+  TORCH_CHECK_VALUE(
+      text.find('/') != std::string_view::npos, "group_muon: '~", text, "' in '", whole,
+      "' should say at which steps, as in ~all/5");
+  Grouping periodic = parse_groups(groups, whole);
+  periodic.every = parse_number(every, whole);
+  TORCH_CHECK_VALUE(
+      periodic.every > 1, "group_muon: '/", every, "' in '", whole,
+      "' should be a period of 2 steps or more");
+  periodic.from_step = usual.from_step;
+  periodic.from_lr = usual.from_lr;
+  return periodic;
+}
+
+// Appends "6:random~all/5@2000", with or without a periodic entry and a start, which is a step or a learning rate.
+void parse_entry(std::string_view text, std::string_view whole, GroupingSchedule& schedule) {
+  const auto [groups, from] = cut(text, '@');
+  const auto [usual, periodic] = cut(groups, '~');
+  Grouping entry = parse_groups(usual, whole);
+  if (from.ends_with("lr")) {
+    entry.from_lr = parse_real(from.substr(0, from.size() - 2), whole);
+  } else if (text.find('@') != std::string_view::npos) {
+    entry.from_step = parse_number(from, whole);
+  }
+  schedule.push_back(entry);
+  if (groups.find('~') != std::string_view::npos) {
+    schedule.push_back(parse_periodic(periodic, whole, entry));
+  }
+}
+
+// The text of parse_groups().
+std::string groups_text(const Grouping& grouping) {
+  std::string text = grouping.group_size == 0 ? "all" : std::to_string(grouping.group_size);
+  if (grouping.rule == GroupingRule::kGiven) {
+    text += ':' + join(grouping.order, "-");
+  } else if (grouping.rule != GroupingRule::kAdjacent || grouping.shards != 1) {
+    text += ':' + to_string(grouping.rule);
+  }
+  if (grouping.shards != 1) text += ':' + std::to_string(grouping.shards);
+  if (grouping.lr_factor != 1) text += '*' + to_text(grouping.lr_factor);
+  return text;
+}
+
+std::string start_text(const Grouping& grouping) {
+  if (grouping.from_lr > 0) return to_text(grouping.from_lr) + "lr";
+  return std::to_string(grouping.from_step);
+}
+
+bool same_start(const Grouping& a, const Grouping& b) {
+  return a.from_step == b.from_step && a.from_lr == b.from_lr;
+}
+
+// Whether the entries begin in order: by step or by learning rate.
+void check_starts(const GroupingSchedule& schedule, const std::string& where) {
+  const auto &first = schedule.front(), *by_step = &first, *by_lr = &first;
+  for (const auto& entry : schedule) {
+    TORCH_CHECK_VALUE(
+        entry.from_lr >= 0 && entry.from_lr <= 1, where,
+        "a grouping should start at a fraction of ", "the full learning rate, from 0 to 1, not ",
+        entry.from_lr);
+    if (entry.from_step != 0) by_step = &entry;
+    if (entry.from_lr != 0) by_lr = &entry;
+  }
+  TORCH_CHECK_VALUE(
+      by_step->from_step == 0 || by_lr->from_lr == 0, where,
+      "a schedule should go by step or by learning rate, not by both: ", by_step->from_step,
+      " and ", by_lr->from_lr, "lr");
+  TORCH_CHECK_VALUE(
+      same_start(first, {}), where, "the first grouping should start at ",
+      first.from_lr > 0 ? "0lr" : "step 0", ", not ", start_text(first));
+  for (size_t i = 0; i < schedule.size(); ++i) {
+    const auto& entry = schedule[i];
+    if (entry.every > 1) {
+      TORCH_CHECK_VALUE(
+          i > 0 && schedule[i - 1].every == 1 && same_start(schedule[i - 1], entry), where,
+          "a periodic grouping should follow the one that it replaces at every ", entry.every,
+          " steps, and start with it");
+      continue;
+    }
+    TORCH_CHECK_VALUE(
+        entry.every == 1, where, "the period of a grouping should be 1 or more, not ", entry.every);
+    TORCH_CHECK_VALUE(
+        i == 0 || entry.from_step > schedule[i - 1].from_step ||
+            entry.from_lr > schedule[i - 1].from_lr,
+        where, "the ", by_lr->from_lr > 0 ? "learning rates" : "steps",
+        " of a schedule should increase, but ", start_text(entry), " follows ",
+        start_text(schedule[i - 1]));
+  }
 }
 
 }  // namespace
@@ -150,25 +242,29 @@ std::vector<std::vector<int64_t>> separable_heads(
   return sets;
 }
 
-const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step) {
+const Grouping& grouping_at(const GroupingSchedule& schedule, int64_t step, double lr_fraction) {
   TORCH_CHECK_VALUE(step >= 0, "group_muon: a step should be 0 or more, not ", step);
-  const auto later = std::find_if(schedule.begin(), schedule.end(), [step](const Grouping& entry) {
-    return entry.from_step > step;
-  });
-  return *std::prev(later);
+  size_t now = 0;
+  for (size_t i = 1; i < schedule.size(); ++i) {
+    const auto& entry = schedule[i];
+    const bool begun = entry.from_step <= step && entry.from_lr <= lr_fraction;
+    if (entry.every == 1 && begun) now = i;
+  }
+  const size_t next = now + 1;
+  const bool periodic = next < schedule.size() && schedule[next].every > 1;
+  return periodic && step % schedule[next].every == 0 ? schedule[next] : schedule[now];
+}
+
+GroupingSchedule with_lr_factor(GroupingSchedule schedule, double factor) {
+  for (auto& grouping : schedule) grouping.lr_factor *= factor;
+  return schedule;
 }
 
 GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std::string& where) {
+  constexpr double kLargestFactor = 1e38;  // of about the size of the largest float
   TORCH_CHECK_VALUE(!schedule.empty(), where, "no grouping is given; use 'all' for one group");
-  TORCH_CHECK_VALUE(
-      schedule.front().from_step == 0, where, "the first grouping should start at step 0, not ",
-      schedule.front().from_step);
-  for (size_t i = 0; i < schedule.size(); ++i) {
-    auto& [group_size, rule, order, from_step, shards] = schedule[i];
-    TORCH_CHECK_VALUE(
-        i == 0 || from_step > schedule[i - 1].from_step, where,
-        "the steps of a schedule should increase, but ", from_step, " follows ",
-        schedule[i - 1].from_step);
+  check_starts(schedule, where);
+  for (auto& [group_size, rule, order, from_step, shards, from_lr, lr_factor, every] : schedule) {
     if (group_size == 0) group_size = num_heads;
     TORCH_CHECK_VALUE(
         group_size > 0 && num_heads % group_size == 0, where, "group size ", group_size,
@@ -186,6 +282,10 @@ GroupingSchedule checked(GroupingSchedule schedule, int64_t num_heads, const std
         shards > 0 && num_heads % shards == 0 && num_heads / shards % group_size == 0, where,
         shards, " shards of ", num_heads, " heads do not hold whole groups of ", group_size,
         "; use a number of shards that divides ", num_heads / group_size);
+    TORCH_CHECK_VALUE(
+        lr_factor >= 0 && lr_factor <= kLargestFactor, where,
+        "the factor on the learning rate should be from 0 to ", kLargestFactor, ", not ",
+        lr_factor);
   }
   return schedule;
 }
@@ -194,7 +294,7 @@ GroupingSchedule parse_schedule(std::string_view given) {
   std::string text(given);
   text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
   GroupingSchedule schedule;
-  for (const auto part : split(text, ',')) schedule.push_back(parse_grouping(part, text));
+  for (const auto part : split(text, ',')) parse_entry(part, text, schedule);
   return schedule;
 }
 
@@ -213,24 +313,17 @@ std::string to_string(GroupingRule rule) {
 }
 
 std::string to_string(const GroupingSchedule& schedule) {
-  std::ostringstream text;
+  std::string text;
   for (size_t i = 0; i < schedule.size(); ++i) {
-    const auto& [group_size, rule, order, from_step, shards] = schedule[i];
-    if (i > 0) text << ',';
-    if (group_size == 0) {
-      text << "all";
-    } else {
-      text << group_size;
-    }
-    if (rule == GroupingRule::kGiven) {
-      text << ':' << join(order, "-");
-    } else if (rule != GroupingRule::kAdjacent || shards != 1) {
-      text << ':' << to_string(rule);
-    }
-    if (shards != 1) text << ':' << shards;
-    if (from_step > 0) text << '@' << from_step;
+    const auto& entry = schedule[i];
+    if (entry.every == 1 && i > 0) text += ',';
+    if (entry.every > 1) text += '~';
+    text += groups_text(entry);
+    if (entry.every > 1) text += '/' + std::to_string(entry.every);
+    const bool last = i + 1 == schedule.size() || schedule[i + 1].every == 1;
+    if (last && !same_start(entry, {})) text += '@' + start_text(entry);
   }
-  return text.str();
+  return text;
 }
 
 }  // namespace group_muon

@@ -105,10 +105,19 @@ void check_heads(int64_t count, std::string_view whole) {
       kMostHeads, " are allowed");
 }
 
+// "6:random~all/5~1" → {"6:random~all/5", "1"}: the stream has no slash, unlike a periodic grouping.
+std::pair<std::string_view, std::string_view> cut_stream(std::string_view text) {
+  const auto at = text.rfind('~');
+  if (at == std::string_view::npos || text.find('/', at) != std::string_view::npos) {
+    return {text, {}};
+  }
+  return {text.substr(0, at), text.substr(at + 1)};
+}
+
 Segment parse_segment(std::string_view text) {
   const auto [name, body] = cut(text, '=');
   const auto [place, rest] = cut(body, '/');
-  const auto [grouping, stream] = cut(rest, '~');
+  const auto [grouping, stream] = cut_stream(rest);
   const auto [size, starts] = cut(place, '@');
   const auto [heads, rows] = cut(size, 'x');
   TORCH_CHECK_VALUE(

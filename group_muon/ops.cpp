@@ -109,12 +109,13 @@ void step_op(
     const std::vector<Tensor>& weights, const std::vector<Tensor>& grads,
     const std::vector<Tensor>& momentum_buffers, const Texts& layouts, const Texts& names,
     const Texts& partitions, const Ints& seen_steps, const Floats& lrs, const Floats& weight_decays,
-    const Texts& owned, const std::string& options) {
+    const Floats& lr_fractions, const Texts& owned, const std::string& options) {
   const auto count = weights.size();
   TORCH_CHECK_VALUE(
       grads.size() == count && momentum_buffers.size() == count && layouts.size() == count &&
           names.size() == count && partitions.size() == count && seen_steps.size() == count &&
-          lrs.size() == count && weight_decays.size() == count && owned.size() == count,
+          lrs.size() == count && weight_decays.size() == count && lr_fractions.size() == count &&
+          owned.size() == count,
       "group_muon: step_ needs lists of equal length, with one entry for each of the ", count,
       " weights");
   const auto step_opts = parse_step_options(options);
@@ -130,7 +131,7 @@ void step_op(
     list.push_back(
         {weights[i], grads[i], momentum_buffers[i],
          checked(parse_layout(layouts[i]), sizes, names[i]), names[i], partitions[i], seen_steps[i],
-         lrs[i], weight_decays[i], heads});
+         lrs[i], weight_decays[i], lr_fractions[i], heads});
   }
   step(list, step_opts);
 }
@@ -159,8 +160,8 @@ std::vector<Tensor> accumulate_parts_op(
 
 std::vector<Tensor> orthogonalize_parts_op(
     const std::vector<Tensor>& directions, const Texts& layouts, const Texts& names,
-    const Texts& partitions, const Ints& seen_steps, const IntLists& sizes, const Texts& owned,
-    const std::string& options) {
+    const Texts& partitions, const Ints& seen_steps, const Floats& lr_fractions,
+    const IntLists& sizes, const Texts& owned, const std::string& options) {
   std::vector<Weight> weights;
   for (size_t i = 0; i < directions.size(); ++i) {
     weights.push_back(
@@ -171,6 +172,7 @@ std::vector<Tensor> orthogonalize_parts_op(
          .name = names[i],
          .partition = partitions.at(i),
          .step = seen_steps.at(i),
+         .lr_fraction = lr_fractions.at(i),
          .owned = owned_heads_of(owned.at(i), layouts[i])});
   }
   return orthogonalize_parts(weights, parse_step_options(options));
@@ -179,8 +181,8 @@ std::vector<Tensor> orthogonalize_parts_op(
 void apply_parts_op(
     const std::vector<Tensor>& weights, const std::vector<Tensor>& updates, const Texts& layouts,
     const Texts& names, const Texts& partitions, const Ints& seen_steps, const Floats& lrs,
-    const Floats& weight_decays, const IntLists& sizes, const IntLists& runs,
-    const std::string& options) {
+    const Floats& weight_decays, const Floats& lr_fractions, const IntLists& sizes,
+    const IntLists& runs, const std::string& options) {
   std::vector<Weight> parts;
   std::vector<HeldLines> lines;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -193,7 +195,8 @@ void apply_parts_op(
          .partition = partitions.at(i),
          .step = seen_steps.at(i),
          .lr = lrs.at(i),
-         .weight_decay = weight_decays.at(i)});
+         .weight_decay = weight_decays.at(i),
+         .lr_fraction = lr_fractions.at(i)});
     lines.push_back({sizes[i], runs.at(i)});
   }
   apply_parts(parts, lines, updates, parse_step_options(options));
@@ -201,8 +204,8 @@ void apply_parts_op(
 
 // Matrices, rows and columns of a weight; then segment, heads, runs of lines and estimated work of its smallest pieces.
 std::tuple<Ints, Ints, IntLists, IntLists, Floats> smallest_pieces_op(
-    const std::string& layout, const Ints& sizes, const std::string& name) {
-  SharedWeight weight{.name = name, .sizes = sizes};
+    const std::string& layout, const Ints& sizes, const std::string& name, bool whole_segments) {
+  SharedWeight weight{.name = name, .sizes = sizes, .whole_segments = whole_segments};
   weight.layout = checked(parse_layout(layout), sizes, name);
   const auto [count, rows, cols] = matrix_shape(sizes, weight.layout, name);
   Ints segments;
@@ -219,7 +222,7 @@ std::tuple<Ints, Ints, IntLists, IntLists, Floats> smallest_pieces_op(
 
 Weight weight_of(
     const Tensor& direction, const Tensor& gradient, const std::string& layout,
-    const std::string& name, int64_t seen_steps) {
+    const std::string& name, int64_t seen_steps, double lr_fraction) {
   check_floating(direction, name);
   Weight weight;
   weight.value = direction;
@@ -227,26 +230,28 @@ Weight weight_of(
   weight.layout = parse_layout(layout);
   weight.name = weight.partition = name;
   weight.step = seen_steps;
+  weight.lr_fraction = lr_fraction;
   return weight;
 }
 
 Tensor scaled_update_op(
     const Tensor& direction, const std::string& layout, const std::string& name, int64_t seen_steps,
-    const std::string& options) {
+    double lr_fraction, const std::string& options) {
   return group_muon::scaled_update(
-      direction, weight_of(direction, direction, layout, name, seen_steps),
+      direction, weight_of(direction, direction, layout, name, seen_steps, lr_fraction),
       parse_step_options(options));
 }
 
 MeasureResult measure_op(
     const Tensor& direction, const Tensor& gradient, const std::string& layout,
-    const std::string& heads, const std::string& name, int64_t seen_steps, bool exact,
-    const std::string& options) {
+    const std::string& heads, const std::string& name, int64_t seen_steps, double lr_fraction,
+    bool exact, const std::string& options) {
   check_floating(gradient, name);
   return as_tensors(
       group_muon::measure(
-          direction, weight_of(direction, gradient, layout, name, seen_steps), parse_layout(heads),
-          parse_step_options(options), exact ? Accuracy::kExact : Accuracy::kEstimate));
+          direction, weight_of(direction, gradient, layout, name, seen_steps, lr_fraction),
+          parse_layout(heads), parse_step_options(options),
+          exact ? Accuracy::kExact : Accuracy::kEstimate));
 }
 
 // Rejects what step_ would reject. Gradients may be missing.
@@ -353,11 +358,11 @@ std::string with_grouping_op(
 }
 
 Ints head_order_op(
-    int64_t num_heads, const std::string& grouping, int64_t seed, int64_t step,
+    int64_t num_heads, const std::string& grouping, int64_t seed, int64_t step, double lr_fraction,
     const std::string& parameter, int64_t stream) {
   const auto schedule = checked(parse_schedule(grouping), num_heads, "group_muon: ");
   return head_order(
-      num_heads, grouping_at(schedule, step),
+      num_heads, grouping_at(schedule, step, lr_fraction),
       {static_cast<uint64_t>(seed), step, parameter_key(parameter), stream});
 }
 
@@ -368,22 +373,25 @@ TORCH_LIBRARY(group_muon, m) {
   m.def(
       "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, str[] layouts, "
       "str[] names, str[] partitions, int[] seen_steps, float[] lrs, float[] weight_decays, "
-      "str[] owned, str options) -> ()");
+      "float[] lr_fractions, str[] owned, str options) -> ()");
   m.def(
       "accumulate_parts(Tensor[] weights, Tensor[] grads, Tensor(a!)[] momentum_buffers, str[] "
       "layouts, str[] names, str options) -> Tensor[]",
       accumulate_parts_op);
   m.def(
       "orthogonalize_parts(Tensor(a!)[] directions, str[] layouts, str[] names, str[] partitions, "
-      "int[] seen_steps, int[][] sizes, str[] owned, str options) -> Tensor[]",
+      "int[] seen_steps, float[] lr_fractions, int[][] sizes, str[] owned, str options) -> "
+      "Tensor[]",
       orthogonalize_parts_op);
   m.def(
       "apply_parts(Tensor(a!)[] weights, Tensor[] updates, str[] layouts, str[] names, str[] "
-      "partitions, int[] seen_steps, float[] lrs, float[] weight_decays, int[][] sizes, int[][] "
-      "lines, str options) -> ()",
+      "partitions, int[] seen_steps, float[] lrs, float[] weight_decays, float[] lr_fractions, "
+      "int[][] "
+      "sizes, int[][] lines, str options) -> ()",
       apply_parts_op);
   m.def(
-      "smallest_pieces(str layout, int[] sizes, str name) -> (int[], int[], int[][], int[][], "
+      "smallest_pieces(str layout, int[] sizes, str name, bool whole_segments) -> (int[], int[], "
+      "int[][], int[][], "
       "float[])",
       smallest_pieces_op);
   m.def("orthogonalize(Tensor blocks, str options) -> Tensor");
@@ -392,11 +400,11 @@ TORCH_LIBRARY(group_muon, m) {
       check_op);
   m.def(
       "measure(Tensor direction, Tensor gradient, str layout, str heads, str name, int seen_steps, "
-      "bool exact, str options) -> (Tensor[], Tensor[], str[])",
+      "float lr_fraction, bool exact, str options) -> (Tensor[], Tensor[], str[])",
       measure_op);
   m.def(
-      "scaled_update(Tensor direction, str layout, str name, int seen_steps, str options) -> "
-      "Tensor",
+      "scaled_update(Tensor direction, str layout, str name, int seen_steps, float lr_fraction, "
+      "str options) -> Tensor",
       scaled_update_op);
   m.def("spectra(Tensor blocks, bool exact) -> Tensor", spectra_op);
   m.def("imbalance(float[] norms) -> float", [](const Floats& norms) { return imbalance(norms); });
@@ -478,8 +486,8 @@ TORCH_LIBRARY(group_muon, m) {
       });
   m.def("with_grouping(str layout, str grouping, str segment) -> str", with_grouping_op);
   m.def(
-      "head_order(int num_heads, str grouping, int seed, int step, str parameter, int stream) "
-      "-> int[]",
+      "head_order(int num_heads, str grouping, int seed, int step, float lr_fraction, str "
+      "parameter, int stream) -> int[]",
       head_order_op);
 }
 

@@ -139,6 +139,12 @@ void check_fits(const SavedGroup& saved, OptimizerParamGroup& ours, size_t numbe
       ours.params().size(), " weights, but ", saved.keys.size(), " in the file");
 }
 
+// A file of an older version lacks the full learning rate.
+void keep_full_lr(torch::optim::OptimizerOptions& saved, const GroupMuonOptions& ours) {
+  auto& options = static_cast<GroupMuonOptions&>(saved);
+  if (options.full_lr() == 0) options.full_lr(ours.full_lr());
+}
+
 std::unique_ptr<torch::optim::OptimizerParamState> read_param_state(
     torch::serialize::InputArchive& archive, bool is_muon) {
   std::unique_ptr<torch::optim::OptimizerParamState> state;
@@ -190,6 +196,7 @@ void GroupMuon::add_param_group(const OptimizerParamGroup& param_group) {
   if (param_group.has_options()) group.set_options(param_group.options().clone());
   if (auto* muon = muon_options(group)) {
     *muon = muon->merged_with(defaults);
+    if (muon->full_lr() == 0) muon->full_lr(muon->lr());
     size_t first_index = 0;
     for (const auto& other : param_groups_) first_index += other.params().size();
     check_muon(group, first_index);
@@ -272,7 +279,7 @@ std::vector<std::pair<StepOptions, std::vector<Weight>>> GroupMuon::batches_of(
         {unit.value, unit.grad, state.momentum_buffer(),
          checked(options->layout(), whole.sizes(), name), name,
          partition_name(*options, unit.in_group, index), state.step(), options->lr(),
-         options->weight_decay(), unit.owned});
+         options->weight_decay(), lr_fraction(*options), unit.owned});
   }
   return batches;
 }
@@ -347,7 +354,10 @@ void GroupMuon::share(ProcessGroup group, Gradients gradients) {
           .sizes = params[j].sizes().vec(),
           .dtype = params[j].scalar_type(),
           .adamw = muon == nullptr};
-      if (muon != nullptr) weight.layout = checked(muon->layout(), weight.sizes, weight.name);
+      if (muon != nullptr) {
+        weight.layout = checked(muon->layout(), weight.sizes, weight.name);
+        weight.whole_segments = muon->match_spectral();
+      }
       weights.push_back(std::move(weight));
       places.emplace_back(i, j);
     }
@@ -588,6 +598,7 @@ void GroupMuon::load(torch::serialize::InputArchive& archive) {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     saved.push_back(read_group(groups, i));
     check_fits(saved[i], param_groups_[i], i);
+    if (saved[i].is_muon) keep_full_lr(*saved[i].options, *muon_options(param_groups_[i]));
     for (size_t j = 0; j < saved[i].keys.size(); ++j) {
       torch::serialize::InputArchive state;
       if (!states.try_read(saved[i].keys[j], state)) continue;  // not stepped yet

@@ -239,6 +239,10 @@ GroupMuonOptions GroupMuonOptions::merged_with(const GroupMuonOptions& defaults)
   return result;
 }
 
+double lr_fraction(const GroupMuonOptions& options) {
+  return options.full_lr() > 0 ? options.lr() / options.full_lr() : 1;
+}
+
 StepOptions step_options(const GroupMuonOptions& options) {
   for (const auto& option : option_list()) {
     option.check(options, c10::str("group_muon: ", option.name));
@@ -252,6 +256,8 @@ StepOptions step_options(const GroupMuonOptions& options) {
       .scale =
           {base, options.transfer() == "same" ? base : parse_scale_rule(options.transfer()),
            parse_scale_reference(options.reference())},
+      .match_spectral = options.match_spectral(),
+      .row_balance = options.row_balance(),
       .orthogonalize = orthogonalize_options(options),
   };
 }

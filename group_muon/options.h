@@ -19,6 +19,10 @@
   OPTION(                                                                                          \
       double, lr, 3.6e-4, kWeight, not_negative,                                                   \
       "learning rate; under the default scale it is the size of one entry's step")                 \
+  OPTION(                                                                                          \
+      double, full_lr, 0, kWeight, not_negative,                                                   \
+      "learning rate whose fractions are meant in groupings such as 1,6:random@0.5lr; 0: lr at "   \
+      "construction")                                                                              \
   OPTION(double, momentum, 0.95, kStep, fraction, "momentum coefficient μ, in [0, 1)")             \
   OPTION(bool, nesterov, true, kStep, any, "orthogonalize G + μM instead of M")                    \
   OPTION(                                                                                          \
@@ -85,7 +89,14 @@
       "a name as for base_scale; same: base_scale itself; naive: no transfer")                     \
   OPTION(                                                                                          \
       std::string, reference, "segment", kStep, parses<parse_scale_reference>,                     \
-      "shape that lr is meant for: segment (Q, K or V alone) or matrix (the whole weight)")
+      "shape that lr is meant for: segment (Q, K or V alone) or matrix (the whole weight)")        \
+  OPTION(                                                                                          \
+      bool, match_spectral, false, kStep, any,                                                     \
+      "scale a segment's update down to the spectral norm of its largest block, since the blocks " \
+      "together have a larger one")                                                                \
+  OPTION(                                                                                          \
+      bool, row_balance, false, kStep, any,                                                        \
+      "divide each output neuron's row of a block by its norm before orthogonalizing (MuonEq)")
 
 namespace group_muon {
 
@@ -143,6 +154,9 @@ const std::vector<Option>& option_list();
 /// "momentum=0.95 nesterov=true restarts=1,3" → options, of this part and those before it. Other options have their
 /// defaults. Errors suggest the nearest name.
 GroupMuonOptions parse_options(std::string_view text, Part part);
+
+/// lr as a fraction of full_lr; 1 if that is 0.
+double lr_fraction(const GroupMuonOptions& options);
 
 /// Converts the options for the step. Throws if a value is invalid.
 StepOptions step_options(const GroupMuonOptions& options);

@@ -62,8 +62,13 @@ struct ShapedSlot {
 };
 
 ShapedSlot plan_segment(const Weight& weight, const Segment& segment, const StepOptions& options) {
+  TORCH_CHECK_VALUE(
+      !options.match_spectral || !weight.owned ||
+          static_cast<int64_t>(weight.owned->heads.size()) == segment.num_heads(),
+      "group_muon: parameter '", weight.name, "': match_spectral needs all heads of segment '",
+      segment.name, "' on one process; set it before processes share the steps");
   const auto shape = whole_shape(weight);
-  const auto& grouping = grouping_at(segment.schedule, weight.step);
+  const auto& grouping = grouping_at(segment.schedule, weight.step, weight.lr_fraction);
   const RandomKey key{options.seed, weight.step, parameter_key(weight.partition), segment.stream};
   const bool by_rows = weight.layout.axis == Axis::kRows;
   const auto side = [&](int64_t extent) {
@@ -76,21 +81,24 @@ ShapedSlot plan_segment(const Weight& weight, const Segment& segment, const Step
   slot.rows = rows_in_order(segment, head_order(segment.num_heads(), grouping, key), weight.owned);
   slot.groups = static_cast<int64_t>(slot.rows.size()) / (grouping.group_size * segment.head_rows);
   slot.transpose = rows > cols;
-  slot.scale = update_scale(
-      options.scale, out_in(weight.layout, rows, cols),
-      out_in(weight.layout, segment_rows, segment_cols),
-      out_in(weight.layout, shape.rows, shape.cols));
+  slot.scale = grouping.lr_factor * update_scale(
+                                        options.scale, out_in(weight.layout, rows, cols),
+                                        out_in(weight.layout, segment_rows, segment_cols),
+                                        out_in(weight.layout, shape.rows, shape.cols));
   return {std::move(slot), rows, cols};
 }
 
-// Whether a SIMD engine can read and write the weight in place: contiguous fp32, heads along rows.
-bool can_be_in_place(const Weight& weight, const OrthogonalizeOptions& options) {
+// Whether a SIMD engine can read and write the weight in place: contiguous fp32, heads along rows, and blocks that need
+// nothing else.
+bool can_be_in_place(
+    const Weight& weight, const StepOptions& options, const OrthogonalizeOptions& here) {
   const auto fits = [](const Tensor& tensor) {
     return tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() &&
            !tensor.is_neg();
   };
-  return options.engine != Engine::kPortable && weight.layout.axis == Axis::kRows &&
-         fits(weight.value) && fits(weight.grad) && fits(weight.momentum);
+  return here.engine != Engine::kPortable && !options.match_spectral && !options.row_balance &&
+         weight.layout.axis == Axis::kRows && fits(weight.value) && fits(weight.grad) &&
+         fits(weight.momentum);
 }
 
 }  // namespace
@@ -154,7 +162,8 @@ std::vector<Slot> slots_of(const Weight& weight, const StepOptions& options) {
 }
 
 bool is_stepped_in_place(const Weight& weight, const StepOptions& options) {
-  return can_be_in_place(weight, resolved(options.orthogonalize, weight.momentum.device()));
+  return can_be_in_place(
+      weight, options, resolved(options.orthogonalize, weight.momentum.device()));
 }
 
 Plan make_plan(
@@ -168,7 +177,7 @@ Plan make_plan(
     const int64_t matrices = shape_of(weight).count;
     const auto& momentum = weight.momentum;
     const auto orthogonalize = resolved(options.orthogonalize, momentum.device());
-    const bool in_place = can_be_in_place(weight, orthogonalize);
+    const bool in_place = can_be_in_place(weight, options, orthogonalize);
     if (!in_place) plan.gathered.push_back(i);
     for (const auto& segment : segments_of(weight)) {
       const auto [slot, rows, cols] = plan_segment(weight, segment, options);

@@ -39,6 +39,8 @@ struct Weight {
   int64_t step = 0;       // number of earlier steps of this weight
   double lr = 0;
   double weight_decay = 0;
+  double lr_fraction =
+      1;  // lr as a fraction of the full learning rate, on which groupings may depend
   /// If the tensors hold only these heads, one after the other. The layout is that of the whole weight.
   std::optional<OwnedHeads> owned = {};
 };
@@ -50,6 +52,8 @@ struct StepOptions {
   bool average = false;  // M ← μM + (1-μ)G instead of μM + G
   uint64_t seed = 0;
   ScaleOptions scale;
+  bool match_spectral = false;  // a segment's update gets the spectral norm of its largest block
+  bool row_balance = false;     // output neurons of a block get equal norms before
   OrthogonalizeOptions orthogonalize;
 
   bool operator==(const StepOptions&) const = default;

@@ -111,7 +111,7 @@ void cut_heads(
       pieces.back().weight = all.weight;
     };
     std::vector<int64_t> heads;
-    for (const auto& set : separable_heads(segment.num_heads(), segment.schedule)) {
+    for (const auto& set : heads_apart(weight, segment)) {
       const auto together = static_cast<int64_t>(heads.size() + set.size());
       if (!heads.empty() && heads_work(weight, segment, together) > largest) {
         add(std::exchange(heads, {}));
@@ -244,6 +244,12 @@ double update_work(const SharedWeight& weight) {
   return matrix_work(weight) * static_cast<double>(shape_of(weight).count);
 }
 
+std::vector<std::vector<int64_t>> heads_apart(const SharedWeight& weight, const Segment& segment) {
+  const int64_t count = segment.num_heads();
+  const GroupingSchedule all = {{.group_size = count}};
+  return separable_heads(count, weight.whole_segments ? all : segment.schedule);
+}
+
 std::vector<Piece> smallest_pieces(const SharedWeight& weight) {
   if (weight.layout.segments.empty()) {
     Piece piece = whole(weight, 0);
@@ -256,7 +262,7 @@ std::vector<Piece> smallest_pieces(const SharedWeight& weight) {
   std::vector<Piece> pieces;
   for (size_t i = 0; i < weight.layout.segments.size(); ++i) {
     const auto& segment = weight.layout.segments[i];
-    for (auto& heads : separable_heads(segment.num_heads(), segment.schedule)) {
+    for (auto& heads : heads_apart(weight, segment)) {
       pieces.push_back(piece_of_heads(weight, i, std::move(heads)));
     }
   }
@@ -359,11 +365,11 @@ std::optional<OwnedHeads> owned_heads(const SharedWeight& weight, const Piece& p
 std::vector<int64_t> fingerprints(
     const std::vector<SharedWeight>& weights, const std::vector<Piece>& pieces) {
   std::vector<std::string> texts;
-  for (const auto& [name, sizes, dtype, adamw, layout] : weights) {
+  for (const auto& [name, sizes, dtype, adamw, layout, whole_segments] : weights) {
     texts.push_back(
         c10::str(
             name, ' ', join(sizes, "x"), ' ', c10::toString(dtype), ' ',
-            adamw ? "adamw" : to_string(layout)));
+            adamw ? "adamw" : to_string(layout), whole_segments ? " whole" : ""));
   }
   for (const auto& piece : pieces) {
     texts[piece.weight] += c10::str(

@@ -20,6 +20,8 @@ struct SharedWeight {
   c10::ScalarType dtype = c10::ScalarType::Float;
   bool adamw = false;  // stepped by AdamW: may be cut anywhere
   Layout layout = {};  // Muon's weights, checked(): may be cut between groups of heads
+  bool whole_segments =
+      false;  // the steps of a segment's heads depend on each other (match_spectral)
 };
 
 /// A piece of a weight.
@@ -46,8 +48,11 @@ double block_work(int64_t m, int64_t n);
 /// Estimated operations of a whole weight's update.
 double update_work(const SharedWeight& weight);
 
-/// The smallest pieces of the first of a weight's stacked matrices that can be stepped separately: sets of heads that no
-/// grouping ever joins; without segments the whole matrix. Nobody owns them yet.
+/// The smallest sets of a segment's heads that can be stepped separately.
+std::vector<std::vector<int64_t>> heads_apart(const SharedWeight& weight, const Segment& segment);
+
+/// The smallest pieces of the first of a weight's stacked matrices that can be stepped separately: sets of
+/// heads_apart(); without segments the whole matrix. Nobody owns them yet.
 std::vector<Piece> smallest_pieces(const SharedWeight& weight);
 
 /// The rows (or columns) of a matrix that a piece has, in ascending order of its heads: first and number of each run.

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "group_muon/balance.h"
 #include "group_muon/blocks.h"
 #include "group_muon/engine_simd.h"
 #include "group_muon/orthogonalize.h"
@@ -132,7 +133,13 @@ Tensor orthogonalize_gathered(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options) {
   const auto orthogonalization = with_rank_tolerance(  // gathering hides the momentum's dtype
       bucket.orthogonalize, c10::typeMetaToScalarType(bucket.momentum.dtype()), bucket.long_side);
-  return orthogonalize(gather(bucket, weights, options), orthogonalization);
+  Tensor blocks = orthogonalize(gather(bucket, weights, options), orthogonalization);
+  if (options.match_spectral) {
+    for (const auto& slot : bucket.slots) {
+      match_spectral_norm(slot_of_bucket(blocks, slot), slot.axis);
+    }
+  }
+  return blocks;
 }
 
 // Adds the gradient to the momentum with the engine's kernels; returns the direction.
@@ -243,10 +250,11 @@ Tensor gather(
       at::empty({bucket.blocks, bucket.short_side, bucket.long_side}, bucket.momentum.dtype(dtype));
   for (const auto& slot : bucket.slots) {
     const auto& weight = weights[slot.weight];
+    const Tensor own = direction(
+        take_blocks(weight.momentum, weight, slot), take_blocks(weight.grad, weight, slot),
+        options);
     slot_of_bucket(blocks, slot)
-        .copy_(direction(
-            take_blocks(weight.momentum, weight, slot), take_blocks(weight.grad, weight, slot),
-            options));
+        .copy_(options.row_balance ? with_balanced_rows(own, weight.layout.transposed) : own);
   }
   return blocks;
 }

@@ -15,7 +15,7 @@ void accumulate_momentum(const std::vector<Weight>& weights, const StepOptions& 
 /// What a step would orthogonalize: the momentum including this gradient, or its look-ahead. Changes nothing.
 at::Tensor look_ahead(const Weight& weight, const StepOptions& options);
 
-/// The bucket's blocks of the momentum or its Nesterov look-ahead: [blocks, short, long].
+/// The bucket's blocks of the momentum or its Nesterov look-ahead, balanced if wanted: [blocks, short, long].
 at::Tensor gather(
     const Bucket& bucket, const std::vector<Weight>& weights, const StepOptions& options);
 

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -36,6 +37,17 @@ inline int64_t parse_number(std::string_view digits, std::string_view whole) {
   TORCH_CHECK_VALUE(
       error == std::errc() && end == digits.data() + digits.size() && value >= 0, "group_muon: '",
       digits, "' in '", whole, "' should be a whole number, 0 or more");
+  return value;
+}
+
+/// Parses a finite number, 0 or more. The error quotes `whole`, the text that contains it.
+inline double parse_real(std::string_view digits, std::string_view whole) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == digits.data() + digits.size() && value >= 0 &&
+          std::isfinite(value),
+      "group_muon: '", digits, "' in '", whole, "' should be a number, 0 or more");
   return value;
 }
 

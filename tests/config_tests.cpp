@@ -59,7 +59,7 @@ TEST(ConfigTest, EveryFieldIsAKeyWithHelp) {
 }
 
 TEST(ConfigTest, EveryOptionOfTheOptimizerIsAKeyOrFollowsFromOthers) {
-  std::set<std::string> found = {"layout", "names", "partitions", "seed"};
+  std::set<std::string> found = {"layout", "names", "partitions", "seed", "full_lr"};
   for (const auto& key : config_keys()) {
     const auto* option = std::get_if<const group_muon::Option*>(&key.member);
     if (option != nullptr) {
@@ -295,6 +295,49 @@ TEST(ConfigTest, EverySettingOfTable1IsReachable) {
     }
   }
   check(with({{"qk-group", "1@0,6:random@2000"}}));
+}
+
+TEST(ConfigTest, QkvHaveAFactorOnTheLearningRateSplitOrPacked) {
+  EXPECT_EQ(
+      layout_text({{"qkv-lr", "0.5"}, {"qk-group", "6:random*3,1@9"}, {"k-group", "2~all*2/5"}}),
+      "rows q=12x64@0+64/6:random*1.5,1*0.5@9 k=12x64@768+64/2*0.5~all/5~1 "
+      "v=12x64@1536+64/all*0.5~2");
+  const Options packed = {{"qkv-lr", "0.5"}, {"qkv", "packed"}};
+  EXPECT_EQ(layout_text(packed), "rows qkv=1x2304@0+2304/all*0.5");
+  EXPECT_EQ(layout_text({{"qkv-lr", "1"}, {"qkv", "packed"}}), "plain");
+  check(with(packed));
+  check(with({{"qkv-lr", "0"}}));
+  const auto check_with = [](const Options& settings) { check(with(settings)); };
+  EXPECT_ERROR_SAYS(check_with({{"qkv-lr", "-1"}}), "qkv-lr should be 0 or more, not -1");
+  EXPECT_ERROR_SAYS(
+      check_with({{"qkv-lr", "1e30"}, {"v-group", "all*1e30"}}),
+      "v-group = all*1e30 does not fit the 12 key and value heads: the factor on the learning");
+  EXPECT_ERROR_SAYS(check_with({{"full-lr", "1"}}), "there is no option 'full-lr'");
+}
+
+TEST(ConfigTest, PartsOfSchedulesThatNoStepUsesAreNoted) {
+  using Texts = std::vector<std::string>;
+  const auto notes = [](const std::string& group, const Options& more) {
+    Options all = {{"steps", "20"}, {"warmdown", "10"}, {"qk-group", group}};
+    all.insert(all.end(), more.begin(), more.end());
+    return unused_groupings(with(all));
+  };
+  EXPECT_EQ(notes("1,6:random@19", {}), Texts());
+  EXPECT_EQ(
+      notes("1,6~all/5@20", {}),
+      (Texts{"qk-group = 1,6~all/5@20: step 20 is never reached; steps = 20"}));
+  EXPECT_EQ(
+      notes("1~all/5,6~all/4@17", {{"steps", "20"}}),
+      (Texts{"qk-group = 1~all/5,6~all/4@17: '~all/4@17' is never used; steps = 20"}));
+  EXPECT_EQ(notes("1,6@0.5lr", {}), Texts());
+  EXPECT_EQ(
+      notes("1,6@0.05lr", {}), (Texts{"qk-group = 1,6@0.05lr: '1' is never used; steps = 20"}));
+  EXPECT_EQ(
+      notes("1,6@0.05lr", {{"warmup", "10"}}),
+      (Texts{"qk-group = 1,6@0.05lr: '1' is never used; steps = 20"}));
+  EXPECT_EQ(
+      notes("1,6@0.5lr", {{"warmdown", "0"}}),
+      (Texts{"qk-group = 1,6@0.5lr: '1' is never used; steps = 20"}));
 }
 
 TEST(ConfigTest, LearningRateFollowsTheRecipe) {

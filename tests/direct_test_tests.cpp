@@ -151,6 +151,11 @@ TEST_F(DirectTestTest, CandidatesAreNamedAndChecked) {
   EXPECT_ERROR_SAYS(make_candidates(kShape, "all"), "the same as three-way");
   const auto mixed = make_candidates(kShape, "2:random/all");
   EXPECT_EQ(mixed[2].layout.segments[2].schedule, candidates_[1].layout.segments[2].schedule);
+  // Every candidate has the factor of Q, K and V.
+  const auto halved = make_candidates(kShape, "2*3", false, 0.5);
+  EXPECT_EQ(group_muon::to_string(halved[0].layout), "rows qkv=1x96@0+96/all*0.5");
+  EXPECT_EQ(group_muon::to_string(halved[1].layout.segments[0].schedule), "4*0.5");
+  EXPECT_EQ(group_muon::to_string(halved[2].layout.segments[2].schedule), "2*1.5");
   // Fewer key and value heads: they stay whole where g does not divide them.
   gpt::ModelShape multi_query = kShape;
   multi_query.kv_heads = 1;

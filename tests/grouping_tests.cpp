@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <string>
 
 #include "group_muon/grouping.h"
 #include "testing.h"
@@ -12,7 +13,7 @@ using Groups = std::vector<std::vector<int64_t>>;
 
 Groups groups_of(int64_t heads, const std::string& text, const RandomKey& key = {}) {
   const auto schedule = checked(parse_schedule(text), heads, "test: ");
-  const auto& grouping = grouping_at(schedule, key.step);
+  const auto& grouping = grouping_at(schedule, key.step, 1);
   const auto order = head_order(heads, grouping, key);
   Groups groups;
   for (auto it = order.begin(); it != order.end(); it += grouping.group_size) {
@@ -134,19 +135,61 @@ TEST(RandomGrouping, APairMeetsWithTheRightProbability) {
 
 TEST(GroupingSchedule, HoldsFromItsStepOn) {
   const auto schedule = parse_schedule("1@0,6:random@2000,all@5000");
-  EXPECT_EQ(grouping_at(schedule, 0).group_size, 1);
-  EXPECT_EQ(grouping_at(schedule, 1999).group_size, 1);
-  EXPECT_EQ(grouping_at(schedule, 2000).group_size, 6);
-  EXPECT_EQ(grouping_at(schedule, 2000).rule, GroupingRule::kRandom);
-  EXPECT_EQ(grouping_at(schedule, 1000000).group_size, 0);
+  EXPECT_EQ(grouping_at(schedule, 0, 1).group_size, 1);
+  EXPECT_EQ(grouping_at(schedule, 1999, 1).group_size, 1);
+  EXPECT_EQ(grouping_at(schedule, 2000, 1).group_size, 6);
+  EXPECT_EQ(grouping_at(schedule, 2000, 1).rule, GroupingRule::kRandom);
+  EXPECT_EQ(grouping_at(schedule, 1000000, 1).group_size, 0);
+}
+
+// The text of what is used at a step and a learning rate.
+std::string used_at(const std::string& text, int64_t step, double lr_fraction) {
+  auto used = grouping_at(checked(parse_schedule(text), 12, "test: "), step, lr_fraction);
+  used.from_step = 0;
+  used.from_lr = 0;
+  used.every = 1;
+  return to_string({used});
+}
+
+TEST(GroupingSchedule, APeriodicGroupingReplacesTheOneBeforeItAtMultiplesOfItsPeriod) {
+  for (int64_t step = 0; step < 30; ++step) {
+    EXPECT_EQ(used_at("6:random~all*1.5/5", step, 1), step % 5 == 0 ? "12*1.5" : "6:random");
+    const char* later = step < 7 ? "1" : step % 4 == 0 ? "3:interval" : "2";
+    EXPECT_EQ(used_at("1,2~3:interval/4@7", step, 1), later) << step;
+    const char* earlier = step >= 8 ? "6" : step % 3 == 0 ? "4" : "2";
+    EXPECT_EQ(used_at("2~4/3,6@8", step, 1), earlier) << step;
+  }
+}
+
+TEST(GroupingSchedule, MayFollowTheLearningRateUpAndDown) {
+  for (const int64_t step : {0, 1, 1000}) {
+    EXPECT_EQ(used_at("1,6:random@0.5lr", step, 0), "1");
+    EXPECT_EQ(used_at("1,6:random@0.5lr", step, 0.499999), "1");
+    EXPECT_EQ(used_at("1,6:random@0.5lr", step, 0.5), "6:random");
+    EXPECT_EQ(used_at("1,6:random@0.5lr", step, 3), "6:random");
+    EXPECT_EQ(used_at("1,2@0.25lr,6@0.5lr", step, 0.3), "2");
+    EXPECT_EQ(used_at("1,2@0.25lr,6@0.5lr", step, std::nan("")), "1");
+  }
+  EXPECT_EQ(used_at("1,6~all/5@0.5lr", 10, 0.6), "12");
+  EXPECT_EQ(used_at("1,6~all/5@0.5lr", 11, 0.6), "6");
+  EXPECT_EQ(used_at("1,6~all/5@0.5lr", 10, 0.4), "1");
+}
+
+TEST(GroupingSchedule, AFactorMultipliesAllEntries) {
+  EXPECT_EQ(
+      to_string(with_lr_factor(parse_schedule("1*2,6~all*1.5/5@9"), 0.5)), "1,6*0.5~all*0.75/5@9");
 }
 
 TEST(GroupingSchedule, TextAndBack) {
   for (const auto* text :
-       {"all", "6:random", "3:interval", "2", "3:2-0-1", "1,6:random@2000,all@5000"}) {
+       {"all", "6:random", "3:interval", "2", "3:2-0-1", "1,6:random@2000,all@5000", "all*0.5",
+        "6:random*0.5", "6:random:2*1e-05", "3:2-0-1*1e+20", "6:random~all/5", "6*0~all*1.5/5",
+        "1,6:random:2~3:2-0-1/7@0.5lr", "1*0.5,6:random~all*3/5@2000,all@5000",
+        "1,2@0.1lr,3@0.30000000000000004lr"}) {
     EXPECT_EQ(to_string(parse_schedule(text)), text);
   }
   EXPECT_EQ(to_string(parse_schedule("1:adjacent@0,6:random@20")), "1,6:random@20");
+  EXPECT_EQ(to_string(parse_schedule("1*1@0lr, 6*0.50 ~ all*1/5 @ .5lr")), "1,6*0.5~all/5@0.5lr");
 }
 
 TEST(GroupingErrors, NameTheValueAndWhatWouldBeValid) {
@@ -163,6 +206,36 @@ TEST(GroupingErrors, NameTheValueAndWhatWouldBeValid) {
   EXPECT_ERROR_SAYS(groups_of(12, "6@10"), "should start at step 0, not 10");
   EXPECT_ERROR_SAYS(groups_of(12, "6,3@10,2@10"), "should increase, but 10 follows 10");
   EXPECT_ERROR_SAYS(checked(GroupingSchedule{}, 12, "here: "), "here: no grouping is given");
+  EXPECT_ERROR_SAYS(groups_of(12, "6*"), "'' in '6*' should be a number, 0 or more");
+  for (const char* factor : {"-1", "nan", "inf", "fast", "1e999", "0.5x"}) {
+    EXPECT_ERROR_SAYS(
+        groups_of(12, c10::str("6*", factor)), c10::str("'", factor, "' in '6*", factor));
+  }
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "6*1e39"), "factor on the learning rate should be from 0 to 1e+38, not 1e+39");
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "6~all"), "'~all' in '6~all' should say at which steps, as in ~all/5");
+  EXPECT_ERROR_SAYS(groups_of(12, "6~all/1"), "'/1' in '6~all/1' should be a period of 2 steps");
+  EXPECT_ERROR_SAYS(groups_of(12, "6~all/x"), "'x' in '6~all/x' should be a whole number");
+  EXPECT_ERROR_SAYS(groups_of(12, "6~2/3~all/5"), "'3~all/5' in '6~2/3~all/5'");
+  EXPECT_ERROR_SAYS(groups_of(12, "6~5/2"), "group size 5 does not divide 12 heads");
+  EXPECT_ERROR_SAYS(groups_of(12, "1@0.5lr"), "should start at 0lr, not 0.5lr");
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "1,6@0.5lr,2@0.25lr"),
+      "the learning rates of a schedule should increase, but 0.25lr follows 0.5lr");
+  EXPECT_ERROR_SAYS(groups_of(12, "1,6@1.5lr"), "full learning rate, from 0 to 1, not 1.5");
+  EXPECT_ERROR_SAYS(groups_of(12, "1,6@lr"), "'' in '1,6@lr' should be a number, 0 or more");
+  EXPECT_ERROR_SAYS(
+      groups_of(12, "1,6@0.5lr,2@2000"),
+      "should go by step or by learning rate, not by both: 2000 and 0.5lr");
+  // Texts cannot say these.
+  const auto refused = [](const GroupingSchedule& schedule) { checked(schedule, 12, "here: "); };
+  EXPECT_ERROR_SAYS(refused({{.every = 5}}), "should follow the one that it replaces at every 5");
+  EXPECT_ERROR_SAYS(
+      refused({{}, {.group_size = 1, .from_step = 3, .every = 5}}), "and start with it");
+  EXPECT_ERROR_SAYS(refused({{.every = 0}}), "period of a grouping should be 1 or more, not 0");
+  EXPECT_ERROR_SAYS(refused({{.lr_factor = std::nan("")}}), "factor on the learning rate");
+  EXPECT_ERROR_SAYS(refused({{}, {.from_lr = std::nan("")}}), "from 0 to 1, not nan");
 }
 
 }  // namespace

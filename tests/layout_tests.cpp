@@ -107,11 +107,31 @@ TEST(Layout, TextAndBack) {
           {.q = parse_schedule("6:random"), .k = parse_schedule("1,6:random@20")}),
       interleaved_qkv({.heads = 4, .head_dim = 2, .kv_heads = 2}, {.share_qk = true}),
       mla_query(4, 8, 2, parse_schedule("2:3-1-0-2")),
+      packed_qkv(
+          {.heads = 12, .head_dim = 64}, {.q = parse_schedule("6:random*0.5~all*1.5/5"),
+                                          .k = parse_schedule("6:random~2/5"),
+                                          .v = parse_schedule("1*1e-05,6~3/2@0.5lr")}),
       transposed(output_projection(4, 2, parse_schedule("2:interval")))};
   for (const auto& layout : layouts) EXPECT_EQ(parse_layout(to_string(layout)), layout);
   EXPECT_EQ(
       to_string(packed_qkv({.heads = 12, .head_dim = 64}, {.q = parse_schedule("6:random")})),
       "rows q=12x64@0+64/6:random k=12x64@768+64/all~1 v=12x64@1536+64/all~2");
+}
+
+TEST(Layout, AStreamAndAPeriodicGroupingAreToldApart) {
+  const auto segment = [](const std::string& grouping) {
+    return parse_layout("rows q=12x64@0+64/" + grouping).segments[0];
+  };
+  EXPECT_EQ(to_string(segment("6:random~all/5").schedule), "6:random~all/5");
+  EXPECT_EQ(segment("6:random~all/5").stream, 0);
+  EXPECT_EQ(to_string(segment("6:random~2/5~1").schedule), "6:random~2/5");
+  EXPECT_EQ(segment("6:random~2/5~1").stream, 1);
+  EXPECT_EQ(to_string(segment("6:random~2").schedule), "6:random");
+  EXPECT_EQ(segment("6:random~2").stream, 2);
+  EXPECT_EQ(to_string(segment("6:random~2/5,1@9~3").schedule), "6:random~2/5,1@9");
+  EXPECT_EQ(segment("1,6~2/5@0.5lr~3").stream, 3);
+  EXPECT_ERROR_SAYS(segment("6:random~x"), "'x' in");
+  EXPECT_ERROR_SAYS(segment("6:random~all~1"), "should say at which steps, as in ~all/5");
 }
 
 TEST(Layout, GroupingCanBeSetBySegment) {

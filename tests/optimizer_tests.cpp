@@ -3,6 +3,7 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <map>
 #include <sstream>
 
@@ -41,6 +42,7 @@ OptimizerParamGroup adamw_group(
 // Options without any default value: includes a schedule and names.
 GroupMuonOptions unusual_options() {
   return GroupMuonOptions(0.02)
+      .full_lr(0.05)
       .momentum(0.9)
       .nesterov(false)
       .average(true)
@@ -61,7 +63,9 @@ GroupMuonOptions unusual_options() {
       .rank_tolerance(1e-3)
       .base_scale("moonlight")
       .transfer("mup")
-      .reference("matrix");
+      .reference("matrix")
+      .match_spectral(true)
+      .row_balance(true);
 }
 
 class OptimizerTest : public testing::Test {
@@ -251,6 +255,57 @@ TEST_F(OptimizerTest, AFileWithoutSomeFieldsLoadsWithTheirDefaults) {
   EXPECT_EQ(options.lr(), 0.125);
   EXPECT_EQ(options.momentum(), 0.5);
   EXPECT_EQ(options.method(), "auto");
+}
+
+TEST_F(OptimizerTest, TheFullLearningRateIsThatOfConstructionUnlessItIsGiven) {
+  const auto a = parameter({4, 6}), b = parameter({4, 6}), c = parameter({4, 6});
+  GroupMuon optimizer(
+      {group({a}, GroupMuonOptions()), group({b}, GroupMuonOptions(0.5)),
+       group({c}, GroupMuonOptions(0.5).full_lr(2))},
+      GroupMuonOptions(0.1));
+  for (auto& own : optimizer.param_groups()) own.options().set_lr(0.01);
+  EXPECT_EQ(group_options(optimizer, 0).full_lr(), 0.1);
+  EXPECT_EQ(group_options(optimizer, 1).full_lr(), 0.5);
+  EXPECT_EQ(group_options(optimizer, 2).full_lr(), 2);
+  EXPECT_EQ(lr_fraction(group_options(optimizer, 0)), 0.01 / 0.1);
+  EXPECT_EQ(lr_fraction(GroupMuonOptions(0)), 1);
+  // Files of older versions lack it.
+  auto& options = *muon_options(optimizer.param_groups()[0]);
+  options.full_lr(0);
+  std::stringstream file;
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  archive.save_to(file);
+  GroupMuon again(
+      {group({a}, GroupMuonOptions(0.3)), group({b}, GroupMuonOptions(0.3)),
+       group({c}, GroupMuonOptions(0.3))});
+  torch::serialize::InputArchive saved;
+  saved.load_from(file);
+  again.load(saved);
+  EXPECT_EQ(group_options(again, 0).lr(), 0.01);
+  EXPECT_EQ(group_options(again, 0).full_lr(), 0.3);
+  EXPECT_EQ(group_options(again, 1).full_lr(), 0.5);
+}
+
+TEST_F(OptimizerTest, GroupingsMayFollowTheLearningRate) {
+  const Tensor start = torch::randn({24, 16});
+  std::vector<Tensor> weights;
+  for (const bool by_hand : {false, true}) {
+    Tensor w = start.clone().requires_grad_();
+    GroupMuon optimizer(
+        std::vector<Tensor>{w}, GroupMuonOptions(0.1).layout(separate(
+                                    12, 2, parse_schedule(by_hand ? "1" : "1,6:random@0.5lr"))));
+    for (int64_t step = 0; step < 6; ++step) {
+      const double factor = std::array{0.25, 0.5, 1.0, 0.75, 0.49, 0.0}[step];
+      optimizer.param_groups()[0].options().set_lr(0.1 * factor);
+      if (by_hand) optimizer.set_grouping(parse_schedule(factor < 0.5 ? "1" : "6:random"), "");
+      set_grads({w}, step);
+      optimizer.step();
+    }
+    weights.push_back(w.detach());
+  }
+  EXPECT_TRUE(torch::equal(weights[0], weights[1]));
+  EXPECT_FALSE(torch::equal(weights[0], start));
 }
 
 // Weights after `steps` steps. At step `restart` the state is saved and loaded into new objects.

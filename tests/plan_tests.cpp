@@ -82,7 +82,8 @@ TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
       "options = { qk-group = \"1@0,4:random@100\", v-group = \"8\" }\n"
       "[[own-settings]]\nname = \"slow\"\noptions = { momentum = 0.99 }\n"
       "[more-seeds]\ngrowing = 2\n"
-      "[[variants]]\nname = \"long\"\nsettings = [\"growing\"]\noptions = { steps = 9000 }\n"));
+      "[[variants]]\nname = \"long\"\nsettings = [\"growing\"]\noptions = { steps = 9000, qkv-lr = "
+      "0.5 }\n"));
   const auto again = read_study(write(to_toml(study), "again.toml"));
   for (const auto* one : {&study, &again}) {
     const auto runs = make_plan(*one);
@@ -97,6 +98,7 @@ TEST_F(PlanTest, AStudyMayDescribeSettingsOfItsOwn) {
     EXPECT_EQ(growing.v_group, "8");
     EXPECT_EQ(growing.muon.momentum(), 0.9);
     EXPECT_EQ(growing.steps, 9000);
+    EXPECT_EQ(growing.qkv_lr, 0.5);
     const auto slow = train::configure(find_run(runs, "slow/seed-0").options);
     EXPECT_EQ(slow.muon.momentum(), 0.99);
     EXPECT_EQ(slow.qk_group, train::Config().qk_group) << "the base's groups are not inherited";

@@ -26,6 +26,8 @@ struct Settings {
   bool average = false;
   double weight_decay = 0;
   torch::ScalarType precision = torch::kDouble;
+  /// What is done to a block before it is orthogonalized.
+  std::function<Tensor(const Tensor&)> before = [](const Tensor& block) { return block; };
   /// Learning-rate factor of a block of out × in.
   std::function<double(int64_t, int64_t)> scale = [](int64_t out, int64_t in) {
     return std::sqrt(static_cast<double>(std::max(out, in)));
@@ -64,7 +66,7 @@ inline void step(
       if (s.nesterov) {
         direction = s.momentum * group_m + (s.average ? 1 - s.momentum : 1.0) * group_g;
       }
-      const Tensor o = newton_schulz(direction, s.precision).to(w.scalar_type());
+      const Tensor o = newton_schulz(s.before(direction), s.precision).to(w.scalar_type());
       const double factor = s.lr * s.scale(direction.size(0), direction.size(1));
       for (size_t i = 0; i < rows.size(); ++i) {
         w[rows[i]] -= factor * o[i];

@@ -107,6 +107,18 @@ TEST(SharingTest, ALargeWeightIsCutBetweenItsGroups) {
   EXPECT_EQ(owners, (std::vector<int>{0, 1, 2, 3}));
 }
 
+TEST(SharingTest, SegmentsWhoseHeadsDependOnEachOtherAreNotCut) {
+  auto weight = muon("qkv", {96, 64}, "rows q=6x8@0+8/1 k=6x8@48+8/2:interval~1");
+  EXPECT_EQ(smallest_pieces(weight).size(), 9);
+  const auto cut = fingerprints({weight}, share_weights({weight}, 4));
+  weight.whole_segments = true;
+  EXPECT_EQ(smallest_pieces(weight).size(), 2);
+  const auto pieces = share_weights({weight}, 4);
+  ASSERT_EQ(pieces.size(), 2);
+  for (const auto& piece : pieces) EXPECT_EQ(piece.heads.size(), 6);
+  EXPECT_NE(cut, fingerprints({weight}, pieces));
+}
+
 TEST(SharingTest, AFingerprintTellsWeightsAndSharesApart) {
   const auto weights = gpt2(2, 24, "3");
   const auto same = fingerprints(weights, share_weights(weights, 2));
@@ -131,6 +143,10 @@ TEST(SeparableHeadsTest, AreWhatNoGroupingJoins) {
   EXPECT_EQ(sets(4, "2:3-0-2-1"), (Sets{{0, 3}, {1, 2}}));
   EXPECT_EQ(sets(8, "2,2:interval@5"), (Sets{{0, 1, 4, 5}, {2, 3, 6, 7}}));
   EXPECT_EQ(sets(3, "all"), (Sets{{0, 1, 2}}));
+  EXPECT_EQ(sets(4, "1*0.5"), (Sets{{0}, {1}, {2}, {3}}));
+  EXPECT_EQ(sets(4, "1~2/5"), (Sets{{0, 1}, {2, 3}}));
+  EXPECT_EQ(sets(4, "2~all/5"), (Sets{{0, 1, 2, 3}}));
+  EXPECT_EQ(sets(8, "1,2:random:4@0.5lr"), (Sets{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
 }
 
 }  // namespace

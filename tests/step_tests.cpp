@@ -160,7 +160,8 @@ double mup(int64_t out, int64_t in) {
 // With a Gram method, blocks of fp32 weights are orthogonalized in `precision`.
 void expect_literal(
     const Case& c, const Grouping& grouping, bool nesterov, bool average, torch::ScalarType dtype,
-    Method method = Method::kNewtonSchulz, torch::ScalarType precision = torch::kBFloat16) {
+    Method method = Method::kNewtonSchulz, torch::ScalarType precision = torch::kBFloat16,
+    bool row_balance = false) {
   torch::manual_seed(1);
   const auto double_dtype = dtype == torch::kDouble;
   Tensor w = torch::randn(c.sizes, dtype);
@@ -171,6 +172,7 @@ void expect_literal(
   options.average = average;
   options.seed = 5;
   options.scale = {ScaleRule::kMup, ScaleRule::kMup, ScaleReference::kSegment};
+  options.row_balance = row_balance;
   options.orthogonalize.method = method;
   options.orthogonalize.precision = is_gram(method) ? precision : dtype;
   if (is_gram(method)) options.orthogonalize.restarts = {3};
@@ -179,6 +181,12 @@ void expect_literal(
   settings.scale = [&](int64_t rows, int64_t cols) {
     return c.in_is_rows ? mup(cols, rows) : mup(rows, cols);
   };
+  if (row_balance) {
+    settings.before =
+        [&](const Tensor& block) {  // each output neuron, a row or a column, by its norm
+          return block / block.norm(2, c.in_is_rows ? 0 : 1, true);
+        };
+  }
   for (int64_t step = 0; step < kSteps; ++step) {
     const Tensor g = torch::randn(c.sizes, dtype);
     const auto groups = [&](int64_t heads, int64_t stream) {
@@ -265,6 +273,143 @@ TEST(Step, EqualsTheLiteralAlgorithmWithGramMethods) {
               expect_literal(c, grouping, nesterov, average, torch::kFloat, method, precision);
             }
           }
+        }
+      }
+    }
+  }
+}
+
+TEST(Step, WithBalancedRowsEqualsTheLiteralAlgorithm) {
+  for (const int64_t g : {1, 4, 12}) {
+    const Grouping grouping{.group_size = g, .rule = GroupingRule::kRandom};
+    for (const auto& c : cases({grouping})) {
+      expect_literal(
+          c, grouping, true, false, torch::kDouble, Method::kNewtonSchulz, torch::kDouble, true);
+      expect_literal(c, grouping, true, false, torch::kFloat, Method::kGram, torch::kFloat, true);
+    }
+  }
+}
+
+// What a schedule means at a step and a fraction of the learning rate, written out.
+struct Meaning {
+  int64_t g;
+  bool random;
+  double factor;
+};
+struct Scheduled {
+  const char* text;
+  std::function<Meaning(int64_t, double)> meaning;
+};
+
+TEST(Step, FactorsPeriodsAndSchedulesByLearningRateEqualTheLiteralAlgorithm) {
+  const std::vector<Scheduled> schedules = {
+      {"all*0.5", [](int64_t, double) { return Meaning{12, false, 0.5}; }},
+      {"6:random*0.5", [](int64_t, double) { return Meaning{6, true, 0.5}; }},
+      {"6:random*0.75~all*1.5/3",
+       [](int64_t step, double) {
+         return step == 0 || step == 3 || step == 6 ? Meaning{12, false, 1.5}
+                                                    : Meaning{6, true, 0.75};
+       }},
+      {"1*2,4:random~2:random*0/2@3",
+       [](int64_t step, double) {
+         if (step < 3) return Meaning{1, false, 2};
+         return step == 4 || step == 6 ? Meaning{2, true, 0} : Meaning{4, true, 1};
+       }},
+      {"1*3,6:random~all/2@0.5lr", [](int64_t step, double lr) {
+         if (lr < 0.5) return Meaning{1, false, 3};
+         return step % 2 == 0 ? Meaning{12, false, 1} : Meaning{6, true, 1};
+       }}};
+  const std::vector<double> fractions = {0.25, 0.5, 1, 1, 0.75, 0.5, 0.4, 0.1};
+  for (const auto& [text, meaning] : schedules) {
+    for (const bool in_place : {false, true}) {
+      torch::manual_seed(6);
+      const auto dtype = in_place ? torch::kFloat : torch::kDouble;
+      const auto layout = checked(
+          packed_qkv({12, 2}, {parse_schedule(text), parse_schedule(text), parse_schedule("1")}),
+          {72, 10}, "w");
+      StepOptions options;
+      options.nesterov = false;
+      options.seed = 5;
+      options.orthogonalize.method = in_place ? Method::kGram : Method::kNewtonSchulz;
+      options.orthogonalize.precision = dtype;
+      const Tensor w = torch::randn({72, 10}, dtype), m = torch::zeros_like(w);
+      Tensor expected = w.clone(), expected_m = m.clone();
+      for (int64_t step = 0; step < static_cast<int64_t>(fractions.size()); ++step) {
+        const Tensor g = torch::randn({72, 10}, dtype);
+        const double fraction = fractions[step], lr = 0.1 * fraction;
+        const auto [size, random, factor] = meaning(step, fraction);
+        // Decay is not scaled by the factor, and V has none.
+        expected.mul_(1 - lr * 0.2);
+        for (int64_t stream = 0; stream < 3; ++stream) {
+          const bool is_v = stream == 2;
+          const auto order = random_permutation(12, {5, step, parameter_key("w"), stream});
+          const auto groups = is_v     ? reference::adjacent(12, 1)
+                              : random ? reference::runs(order, size)
+                                       : reference::adjacent(12, size);
+          const double own = is_v ? 1 : factor;
+          reference::Settings settings{.lr = lr, .precision = dtype};
+          settings.scale = [&](int64_t out, int64_t in) {
+            return own * std::sqrt(static_cast<double>(std::max(out, in)));
+          };
+          reference::step(
+              expected, g, expected_m, {{reference::heads(12, 2, 24 * stream, 2), groups}},
+              settings);
+        }
+        group_muon::step({{w, g, m, layout, "w", "w", step, lr, 0.2, fraction}}, options);
+      }
+      EXPECT_LT(((w - expected).norm() / expected.norm()).item<double>(), in_place ? 2e-5 : 1e-10)
+          << text << (in_place ? ", in place" : "");
+    }
+  }
+}
+
+double spectral_norm(const Tensor& matrix) {
+  return torch::linalg_svdvals(matrix.to(torch::kDouble)).max().item<double>();
+}
+
+TEST(Step, MatchedSpectralNormsAreThoseOfTheLargestBlocks) {
+  const Grouping grouping{.group_size = 3, .rule = GroupingRule::kRandom};
+  const auto groups = [](int64_t heads, int64_t stream) {
+    if (heads % 3 != 0) return reference::adjacent(heads, heads);
+    return reference::runs(random_permutation(heads, {0, 0, parameter_key("w"), stream}), 3);
+  };
+  for (const auto& c : cases({grouping})) {
+    for (const auto method : {Method::kNewtonSchulz, Method::kGram}) {
+      torch::manual_seed(8);
+      const Tensor grad = torch::randn(c.sizes);
+      std::vector<Tensor> updates;
+      for (const bool match : {false, true}) {
+        StepOptions options;
+        options.scale = {ScaleRule::kNaive, ScaleRule::kNaive, ScaleReference::kSegment};
+        options.orthogonalize.method = method;
+        options.orthogonalize.precision = torch::kFloat;
+        options.match_spectral = match;
+        const Tensor w = torch::zeros(c.sizes);
+        const auto layout = checked(c.layout, w.sizes(), "w");
+        group_muon::step({{w, grad, torch::zeros_like(w), layout, "w", "w", 0, 1, 0}}, options);
+        updates.push_back(w);
+      }
+      const auto plain_step = c.matrices(updates[0]), matched = c.matrices(updates[1]);
+      for (size_t i = 0; i < matched.size(); ++i) {
+        for (const auto& family : c.families(groups)) {
+          reference::Rows rows;
+          double largest = 0;
+          for (const auto& group : family.groups) {
+            reference::Rows own;
+            for (const auto head : group) {
+              own.insert(own.end(), family.heads[head].begin(), family.heads[head].end());
+            }
+            largest = std::max(
+                largest, spectral_norm(plain_step[i].index_select(0, reference::index(own))));
+            rows.insert(rows.end(), own.begin(), own.end());
+          }
+          const Tensor before = plain_step[i].index_select(0, reference::index(rows));
+          const Tensor after = matched[i].index_select(0, reference::index(rows));
+          const double ratio = family.groups.size() == 1 ? 1 : largest / spectral_norm(before);
+          EXPECT_LT(
+              ((after - ratio * before).norm() / after.norm()).item<double>(),
+              family.groups.size() == 1 ? 1e-5 : 0.03)
+              << c.name;
         }
       }
     }

@@ -245,8 +245,8 @@ CheckpointAnalysis analyze(
   analysis.checkpoint = saved.checkpoint;
   if (progress) progress(0);
   RestoredRun run(options, saved);
-  const auto candidates =
-      make_candidates(run.model().shape(), options.groups, run.config().share_qk);
+  const auto candidates = make_candidates(
+      run.model().shape(), options.groups, run.config().share_qk, run.config().qkv_lr);
   const auto weights = chosen_weights(run, options.layers);
   const auto regions = regions_of(weights, candidates[kThreeWay].layout);
   analysis.step = run.step();

@@ -27,6 +27,10 @@ std::string all_sizes(int64_t heads) {
   return list;
 }
 
+int64_t rows_of_qkv(const gpt::ModelShape& shape) {
+  return (shape.heads + 2 * shape.key_heads()) * shape.head_dim();
+}
+
 std::string trimmed(const std::string& text) {
   const auto first = text.find_first_not_of(' ');
   return first == std::string::npos ? ""
@@ -96,17 +100,25 @@ Json to_json(
   return json;
 }
 
+group_muon::Layout packed_as_one(const gpt::ModelShape& shape, double qkv_lr) {
+  if (qkv_lr == 1) return group_muon::plain();
+  return group_muon::separate(
+      1, rows_of_qkv(shape), {group_muon::Grouping{.lr_factor = qkv_lr}}, "qkv");
+}
+
 std::vector<Candidate> make_candidates(
-    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk) {
+    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk, double qkv_lr) {
   const group_muon::AttentionShape attention{
       .heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()};
-  const std::vector<int64_t> sizes = {
-      (shape.heads + 2 * shape.key_heads()) * shape.head_dim(), shape.width};
-  const auto layout_of = [&](const group_muon::QkvGrouping& grouping) {
+  const std::vector<int64_t> sizes = {rows_of_qkv(shape), shape.width};
+  const auto layout_of = [&](group_muon::QkvGrouping grouping) {
+    for (auto* schedule : {&grouping.q, &grouping.k, &grouping.v}) {
+      *schedule = group_muon::with_lr_factor(*schedule, qkv_lr);
+    }
     return group_muon::checked(group_muon::packed_qkv(attention, grouping), sizes, "QKV");
   };
   std::vector<Candidate> candidates = {
-      {"packed", group_muon::plain()}, {"three-way", layout_of({})}};
+      {"packed", packed_as_one(shape, qkv_lr)}, {"three-way", layout_of({})}};
   std::istringstream list(groupings.empty() ? all_sizes(shape.heads) : groupings);
   for (std::string item; std::getline(list, item, ',');) {
     const std::string text = trimmed(item);

@@ -23,12 +23,16 @@ struct Candidate {
 constexpr size_t kPacked = 0;
 constexpr size_t kThreeWay = 1;
 
+/// Q, K and V of a layer as one matrix, with this factor on their learning rate.
+group_muon::Layout packed_as_one(const gpt::ModelShape& shape, double qkv_lr);
+
 /// Returns packed and three-way, then `groupings`, a comma-separated list. Each grouping applies to Q, K and V
 /// (6:random), or names a separate one for V after a slash (6:random/all). An empty list means every g that divides
 /// the heads, with random groups. If there are fewer key and value heads and g does not divide them, K and V stay
-/// ungrouped.
+/// ungrouped. `qkv_lr` is a factor on the learning rate of all.
 std::vector<Candidate> make_candidates(
-    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk = false);
+    const gpt::ModelShape& shape, const std::string& groupings, bool share_qk = false,
+    double qkv_lr = 1);
 
 /// A QKV matrix as input of the next step, and its gradient before clipping.
 struct AttentionWeight {

@@ -33,7 +33,7 @@ constexpr MuonKey kMuonKeys[] = {
      kRounding},
 };
 // Options of the optimizer that follow from other keys.
-constexpr std::string_view kNoMuonKeys[] = {"layout", "names", "partitions", "seed"};
+constexpr std::string_view kNoMuonKeys[] = {"layout", "names", "partitions", "seed", "full_lr"};
 
 // Appends a key for each option in the library's list.
 void add_muon_keys(std::vector<Key>& keys) {
@@ -84,11 +84,16 @@ std::vector<Key> make_keys() {
       {"muon", "qkv", &C::qkv,
        "split: Q, K and V separately, in head groups; packed: QKV as one matrix, no groups"},
       {"muon", "qk-group", &C::qk_group,
-       "Head groups of Q and K: all, 2, 3:interval, 6:random, or a schedule 1@0,6:random@2000"},
+       "Head groups of Q and K: all, 2, 3:interval, 6:random*0.5 (half the learning rate), "
+       "6:random~all/5 (every fifth step whole), or a schedule 1@0,6:random@2000 or "
+       "1,6:random@0.5lr"},
       {"muon", "k-group", &C::k_group, "Head groups of K if different; empty: same as qk-group"},
       {"muon", "v-group", &C::v_group, "Head groups of V, in the same form as qk-group"},
       {"muon", "share-qk", &C::share_qk,
        "Use the same random groups for Q and K of a layer; no effect if packed"},
+      {"muon", "qkv-lr", &C::qkv_lr,
+       "Factor on muon-lr for Q, K and V alone, split or packed; multiplies factors in head "
+       "groups"},
   };
   add_muon_keys(keys);
   const std::vector<Key> others = {

@@ -37,7 +37,8 @@ struct Config {
   std::string k_group;
   std::string v_group = "all";
   bool share_qk = false;
-  group_muon::GroupMuonOptions muon;  // layout, names, partitions and seed follow from other keys
+  double qkv_lr = 1;
+  group_muon::GroupMuonOptions muon;  // some of them follow from other keys (config.cpp)
   // adamw
   double adamw_lr = 3.6e-3;
   double adamw_beta1 = 0.9;

@@ -25,12 +25,14 @@ void with_prefix(const std::string& prefix, Action&& action) {
   }
 }
 
-void check_group(const char* key, const std::string& text, int64_t heads, const char* heads_name) {
+void check_group(
+    const Config& config, const char* key, const std::string& text, int64_t heads,
+    const char* heads_name) {
   group_muon::GroupingSchedule schedule;
   const std::string given = c10::str(key, " = ", text);
   with_prefix(given, [&] { schedule = group_muon::parse_schedule(text); });
   with_prefix(c10::str(given, " does not fit the ", heads, " ", heads_name, " heads"), [&] {
-    group_muon::checked(schedule, heads, "");
+    group_muon::checked(group_muon::with_lr_factor(schedule, config.qkv_lr), heads, "");
   });
 }
 
@@ -46,6 +48,17 @@ void check_range(const std::string& key, int64_t value, int64_t least, int64_t m
   TORCH_CHECK_VALUE(
       value >= least && value <= most, key, " should be from ", least, " to ", most, ", not ",
       value);
+}
+
+// Which entries of a schedule the run uses.
+std::vector<bool> used_entries(const group_muon::GroupingSchedule& schedule, const Config& config) {
+  std::vector<bool> used(schedule.size(), false);
+  for (int64_t step = 0; step < config.steps; ++step) {
+    const auto& now = group_muon::grouping_at(schedule, step, lr_factor(config, step));
+    used[&now - schedule.data()] = true;
+    if (std::find(used.begin(), used.end(), false) == used.end()) break;
+  }
+  return used;
 }
 
 // The optimizer's options that depend on the machine, resolved for this one.
@@ -74,6 +87,20 @@ void check_option(const Config& config, const Key& key, const group_muon::Option
     const bool names_it = words.find(key.name) != std::string::npos;
     TORCH_CHECK_VALUE(false, names_it ? "" : key.name + ": ", words);
   }
+}
+
+group_muon::Layout qkv_layout(const Config& config) {
+  const auto shape = model_shape(config);
+  if (config.qkv == "packed") return packed_as_one(shape, config.qkv_lr);
+  const auto schedule = [&](const std::string& text) {
+    return group_muon::with_lr_factor(group_muon::parse_schedule(text), config.qkv_lr);
+  };
+  return group_muon::packed_qkv(
+      {.heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()},
+      {.q = schedule(config.qk_group),
+       .k = schedule(config.k_group.empty() ? config.qk_group : config.k_group),
+       .v = schedule(config.v_group),
+       .share_qk = config.share_qk});
 }
 
 void check_fraction(const char* key, double value) {
@@ -122,13 +149,13 @@ void check(const Config& config) {
         "qkv = packed has no head groups; remove qk-group, k-group and v-group");
   } else {
     const char* keys = "key and value";
-    check_group("qk-group", config.qk_group, shape.heads, "query");
+    check_group(config, "qk-group", config.qk_group, shape.heads, "query");
     if (config.k_group.empty()) {
-      check_group("qk-group", config.qk_group, shape.key_heads(), keys);
+      check_group(config, "qk-group", config.qk_group, shape.key_heads(), keys);
     } else {
-      check_group("k-group", config.k_group, shape.key_heads(), keys);
+      check_group(config, "k-group", config.k_group, shape.key_heads(), keys);
     }
-    check_group("v-group", config.v_group, shape.key_heads(), keys);
+    check_group(config, "v-group", config.v_group, shape.key_heads(), keys);
   }
   group_muon::step_options(optimizer_options(config).muon);
   with_prefix("diagnose-groups", [&] { make_candidates(shape, config.diagnose_groups); });
@@ -191,17 +218,8 @@ group_muon::AssembleOptions optimizer_options(const Config& config) {
                       .betas({config.adamw_beta1, config.adamw_beta2})
                       .eps(config.adamw_eps)
                       .weight_decay(config.adamw_weight_decay);
-  if (config.qkv == "packed") return options;  // no layout: the matrix is one block
-  const auto shape = model_shape(config);
-  options.layouts = {
-      {"attn.c_attn.weight",
-       group_muon::packed_qkv(
-           {.heads = shape.heads, .head_dim = shape.head_dim(), .kv_heads = shape.key_heads()},
-           {.q = group_muon::parse_schedule(config.qk_group),
-            .k = group_muon::parse_schedule(
-                config.k_group.empty() ? config.qk_group : config.k_group),
-            .v = group_muon::parse_schedule(config.v_group),
-            .share_qk = config.share_qk})}};
+  const auto layout = qkv_layout(config);
+  if (layout != group_muon::plain()) options.layouts = {{"attn.c_attn.weight", layout}};
   return options;
 }
 
@@ -230,12 +248,16 @@ std::vector<std::string> unused_groupings(const Config& config) {
         {"k-group", config.k_group},
         {"v-group", config.v_group}}) {
     if (text.empty()) continue;
-    for (const auto& grouping : group_muon::parse_schedule(text)) {
-      if (grouping.from_step < config.steps) continue;
-      notes.push_back(
-          c10::str(
-              key, " = ", text, ": step ", grouping.from_step,
-              " is never reached; steps = ", config.steps));
+    const auto schedule = group_muon::parse_schedule(text);
+    const auto used = used_entries(schedule, config);
+    for (size_t i = 0; i < schedule.size(); ++i) {
+      const auto& entry = schedule[i];
+      const bool reached = entry.from_step < config.steps;
+      if (used[i] || (!reached && entry.every > 1)) continue;
+      const std::string what =
+          reached ? c10::str("'", group_muon::to_string({entry}), "' is never used")
+                  : c10::str("step ", entry.from_step, " is never reached");
+      notes.push_back(c10::str(key, " = ", text, ": ", what, "; steps = ", config.steps));
     }
   }
   return notes;

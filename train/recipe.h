@@ -24,7 +24,7 @@ std::string software_bf16_note(const Config& config);
 
 group_muon::AssembleOptions optimizer_options(const Config& config);
 
-/// Notes on parts of grouping schedules that start after the last step.
+/// Notes on parts of grouping schedules that no step uses.
 std::vector<std::string> unused_groupings(const Config& config);
 
 /// Factor on both learning rates at 0-based step `step`: rises linearly over `warmup` steps, stays at 1, and falls

@@ -44,6 +44,9 @@ constexpr LaterKey kLaterKeys[] = {
     {"custom-coefficients", 2},
     {"reduction", 3},
     {"qk-norm", 4},
+    {"qkv-lr", 4},
+    {"match-spectral", 4},
+    {"row-balance", 4},
 };
 
 // What a run's config.toml says, before it is checked.

@@ -67,7 +67,7 @@ struct Records {
     if (config.diagnose_every == 0) return;
     diagnostics.emplace(
         config.out, saved ? saved->step : 0,
-        make_candidates(shape, config.diagnose_groups, config.share_qk),
+        make_candidates(shape, config.diagnose_groups, config.share_qk, config.qkv_lr),
         config.diagnose_exact ? group_muon::Accuracy::kExact : group_muon::Accuracy::kEstimate);
   }
 

@@ -67,8 +67,9 @@ class Wanted:
         return ",".join(self._with_rule(part) for part in str(size).split(","))
 
     def _with_rule(self, part: str) -> str:
-        size, at, step = part.strip().partition("@")
-        return part if ":" in size or size == "all" else f"{size}:{self.rule}{at}{step}"
+        groups, at, start = part.strip().partition("@")
+        # Sizes alone, also with a factor and in a periodic grouping: 6, 6*0.5, 6~3/5.
+        return re.sub(r"(^|~)(\d+)(?=[*/~]|$)", rf"\1\2:{self.rule}", groups) + at + start
 
     def missing(self, layouts: Sequence[str]) -> list[str]:
         """Requested segments that no layout has."""

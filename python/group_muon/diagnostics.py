@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from group_muon.optimizer import GroupMuon
+from group_muon.optimizer import GroupMuon, lr_fraction
 from group_muon.options import StepOptions, as_text, shared
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def measure(
     *,
     name: str = "",
     step: int = 0,
+    lr_fraction: float = 1.0,
     exact: bool = True,
     **options: "Unpack[StepOptions]",
 ) -> list[Whitening]:
@@ -94,8 +95,8 @@ def measure(
     first for the whole weight, then for each segment of heads (default: layout). Options are those of
     GroupMuon. exact=False estimates the spectra without computing singular values."""
     parts = _ops.measure(
-        direction, gradient, layout, layout if heads is None else heads, name, step, exact,
-        _text(options),
+        direction, gradient, layout, layout if heads is None else heads, name, step, lr_fraction,
+        exact, _text(options),
     )  # fmt: skip
     results = []
     for numbers, (before, after), segment in zip(*parts, strict=True):
@@ -114,10 +115,11 @@ def scaled_update(
     *,
     name: str = "",
     step: int = 0,
+    lr_fraction: float = 1.0,
     **options: "Unpack[StepOptions]",
 ) -> Tensor:
     """The update sO itself: a step is W - lr·sO."""
-    return _ops.scaled_update(direction, layout, name, step, _text(options))
+    return _ops.scaled_update(direction, layout, name, step, lr_fraction, _text(options))
 
 
 def spectra(blocks: Tensor, *, exact: bool = True) -> Spectra:
@@ -189,7 +191,15 @@ def of_parameter(
     options = shared(group)
     return {
         cut: measure(
-            direction, gradient, text, layout, name=name, step=step, exact=exact, **options
+            direction,
+            gradient,
+            text,
+            layout,
+            name=name,
+            step=step,
+            lr_fraction=lr_fraction(group),
+            exact=exact,
+            **options,
         )
         for cut, text in cuts.items()
     }

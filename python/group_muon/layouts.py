@@ -1,7 +1,8 @@
 """Layouts: where the heads of a weight lie. These functions return a layout as a string.
 
 Groupings are strings as well: "all" (one group), "6:random", "3:interval", "2" (adjacent; the number 2 also
-works), an explicit order such as "2:3-1-0-2", or a schedule such as "1@0,6:random@2000".
+works), an explicit order such as "2:3-1-0-2", with a factor on the learning rate "6:random*0.5", whole at every fifth
+step "6:random~all/5", or a schedule such as "1@0,6:random@2000" or "1,6:random@0.5lr".
 """
 
 import torch
@@ -131,8 +132,10 @@ def head_order(
     *,
     seed: int = 0,
     step: int = 0,
+    lr_fraction: float = 1.0,
     parameter: str = "0",
     stream: int = 0,
 ) -> list[int]:
-    """The order in which heads are gathered at a step; each run of g heads is one group."""
-    return _ops.head_order(heads, str(grouping), seed, step, parameter, stream)
+    """The order in which heads are gathered at a step, with the learning rate at a fraction of the full one; each run of
+    g heads is one group."""
+    return _ops.head_order(heads, str(grouping), seed, step, lr_fraction, parameter, stream)

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from math import fsum, sqrt
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast, overload
 
@@ -22,8 +22,8 @@ _ops = torch.ops.group_muon
 _Loss = TypeVar("_Loss")
 
 # Arguments of step_ for one weight: parameter, gradient, momentum buffer, layout, name, partition,
-# step, lr, weight decay and, if it is a piece, the heads in it.
-_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, str]
+# step, lr, weight decay, lr as a fraction of the full one and, if it is a piece, the heads in it.
+_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, float, str]
 
 
 def _divided(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -39,6 +39,22 @@ class _Unit(NamedTuple):
     name: str
     partition: str
     owned_heads: str = ""
+
+
+def _of_weights(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a group that its weights need not share with others of the same call."""
+    return {key: group[key] for key in ("lr", "full_lr", "weight_decay")}
+
+
+def _plan_of(group: Mapping[str, Any]) -> tuple[str, bool]:
+    """What decides how processes may share a group's weights: the layout, and whether segments stay whole."""
+    muon = group["algorithm"] == "muon"
+    return (group["layout"], bool(group["match_spectral"])) if muon else ("adamw", False)
+
+
+def lr_fraction(group: Mapping[str, Any]) -> float:
+    """The learning rate as a fraction of the full one, by which groupings may be scheduled."""
+    return float(group["lr"]) / group["full_lr"] if group["full_lr"] > 0 else 1.0
 
 
 class _State(TypedDict):
@@ -147,6 +163,8 @@ class GroupMuon(torch.optim.Optimizer):
             ``"algorithm": "adamw"`` is stepped by AdamW.
         model_options: for a model, arguments of ``param_groups``, such as ``group_size=6``.
         lr: learning rate; under the default scale it is the size of one entry's step.
+        full_lr: learning rate whose fractions are meant in groupings such as 1,6:random@0.5lr; 0:
+            lr at construction.
         momentum: momentum coefficient μ, in [0, 1).
         nesterov: orthogonalize G + μM instead of M.
         average: momentum as an average, μM + (1-μ)G, instead of a sum, μM + G.
@@ -182,6 +200,10 @@ class GroupMuon(torch.optim.Optimizer):
             transfer.
         reference: shape that lr is meant for: segment (Q, K or V alone) or matrix (the whole
             weight).
+        match_spectral: scale a segment's update down to the spectral norm of its largest block,
+            since the blocks together have a larger one.
+        row_balance: divide each output neuron's row of a block by its norm before orthogonalizing
+            (MuonEq).
         maximize: step up the gradient.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of groups stepped by AdamW.
             In such a group they are called lr, betas, eps and weight_decay.
@@ -199,6 +221,7 @@ class GroupMuon(torch.optim.Optimizer):
         params: ParamsT | nn.Module,
         # options: begin (./run generate)
         lr: float | Tensor = 3.6e-4,
+        full_lr: float = 0.0,
         momentum: float = 0.95,
         nesterov: bool = True,
         average: bool = False,
@@ -219,6 +242,8 @@ class GroupMuon(torch.optim.Optimizer):
         base_scale: str = "sqrt_max",
         transfer: str = "same",
         reference: str = "segment",
+        match_spectral: bool = False,
+        row_balance: bool = False,
         # options: end
         maximize: bool = False,
         adamw_lr: float | Tensor = 3.6e-3,
@@ -261,7 +286,7 @@ class GroupMuon(torch.optim.Optimizer):
             Entry(
                 parameter,
                 name,
-                group["layout"] if group["algorithm"] == "muon" else "adamw",
+                *_plan_of(group),
                 number,
                 f"{self._text_of(group)} steps={int(self.state.get(parameter, {}).get('step', 0))}",
             )
@@ -289,10 +314,8 @@ class GroupMuon(torch.optim.Optimizer):
     @staticmethod
     def _text_of(group: dict[str, Any]) -> str:
         if group["algorithm"] == "muon":
-            options = {key: group[key] for key in ("lr", "weight_decay")} | shared(group)
-            return (
-                f"{as_text(options)} maximize={group['maximize']} partitions={group['partitions']}"
-            )
+            options = as_text({**_of_weights(group), **shared(group)})
+            return f"{options} maximize={group['maximize']} partitions={group['partitions']}"
         values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         return f"adamw {[float(value) for value in values]} maximize={group['maximize']}"
 
@@ -325,13 +348,9 @@ class GroupMuon(torch.optim.Optimizer):
         )
         self._divide_states()
 
-    def _shared_layouts(self) -> list[str]:
-        """The layout of each weight, as the plan of shares needs it."""
-        return [
-            group["layout"] if group["algorithm"] == "muon" else "adamw"
-            for group in self.param_groups
-            for _ in group["params"]
-        ]
+    def _shared_layouts(self) -> list[tuple[str, bool]]:
+        """What the plan of shares has to know of each weight."""
+        return [_plan_of(group) for group in self.param_groups for _ in group["params"]]
 
     @property
     def bytes_sent(self) -> int:
@@ -378,6 +397,8 @@ class GroupMuon(torch.optim.Optimizer):
         """Called when unpickling, and by load_state_dict after its hooks."""
         if "param_groups" in self.__dict__:
             self._check_loaded(state["param_groups"])
+            for ours, loaded in zip(self.param_groups, state["param_groups"], strict=True):
+                loaded.setdefault("full_lr", ours["full_lr"])
         else:
             self._sharing = None
             self._shards = None
@@ -388,6 +409,7 @@ class GroupMuon(torch.optim.Optimizer):
             # A state saved by an older version lacks newer options.
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            self._settle_full_lr(group)
             if group["algorithm"] == "adamw":
                 adamw.place_steps(group, self.state)
         place_states(self.state)
@@ -442,6 +464,7 @@ class GroupMuon(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        self._settle_full_lr(self.param_groups[-1])
 
     def set_grouping(self, grouping: str | int, segment: str) -> None:
         """Changes the grouping from the next step on, for the segments with this name ("q", "k", …; "": all
@@ -520,8 +543,8 @@ class GroupMuon(torch.optim.Optimizer):
         if self._sharing is not None:
             if self._sharing.layouts != self._shared_layouts():
                 raise ValueError(
-                    "group_muon: the layout of a group was edited, but the processes have shared the weights by the "
-                    "old one; use set_grouping"
+                    "group_muon: the layout or match_spectral of a group was edited, but the processes have shared the "
+                    "weights by the old one; use set_grouping to change a layout"
                 )
             self._sharing.step(self._step_pieces, self._options_text())
             return
@@ -612,12 +635,13 @@ class GroupMuon(torch.optim.Optimizer):
             self._settle_precision(group, [unit.tensor for unit in some])
             weights = batches.setdefault(as_text(shared(group)), [])
             lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+            fraction = lr_fraction(group)
             for parameter, name, partition, heads in some:
                 grad = cast(Tensor, parameter.grad)
                 state = self._state_of(parameter, states)
                 weights.append(
                     (parameter, -grad if group["maximize"] else grad, state["momentum_buffer"], group["layout"], name,
-                     partition, state["step"], lr, weight_decay, heads)
+                     partition, state["step"], lr, weight_decay, fraction, heads)
                 )  # fmt: skip
         return batches
 
@@ -659,6 +683,11 @@ class GroupMuon(torch.optim.Optimizer):
         return state
 
     @staticmethod
+    def _settle_full_lr(group: dict[str, Any]) -> None:
+        if group["algorithm"] == "muon" and not group["full_lr"]:
+            group["full_lr"] = float(group["lr"])
+
+    @staticmethod
     def _settle_precision(group: dict[str, Any], weights: Iterable[Tensor]) -> None:
         """Replaces precision "auto" by the choice for these weights."""
         if group["precision"] != "auto":
@@ -687,7 +716,7 @@ class GroupMuon(torch.optim.Optimizer):
             raise TypeError(
                 f"group_muon: layout should be a string such as packed_qkv() returns, not {group['layout']!r}"
             )
-        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], **shared(group)}
+        options = {**_of_weights(group), **shared(group)}
         _ops.check(
             group["params"], [p.grad for p in group["params"]], names, group["layout"], as_text(options)
         )  # fmt: skip

@@ -43,6 +43,8 @@ class StepOptions(TypedDict, total=False):
     base_scale: str
     transfer: str
     reference: str
+    match_spectral: bool
+    row_balance: bool
     # options: end
 
 

@@ -27,7 +27,7 @@ _Box = tuple[_Runs, _Runs, _Runs]
 # Indices into a tensor of three dimensions: a slice or a list for each.
 _Cut = tuple[slice | Tensor, slice | Tensor, slice | Tensor]
 # Arguments of step_ for one weight (optimizer.py).
-_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, str]
+_Weight = tuple[Tensor, Tensor, Tensor, str, str, str, int, float, float, float, str]
 
 
 # Where the elements of a shard are.
@@ -169,6 +169,7 @@ class Entry(NamedTuple):
     weight: Tensor
     name: str
     layout: str  # "adamw" if AdamW steps it
+    whole_segments: bool  # the steps of a segment's heads depend on each other
     group: int  # number of its parameter group
     options: str  # those of the group, and the step count
 
@@ -215,8 +216,11 @@ def _teammates(mesh: Any, placements: Any) -> tuple[list[tuple[int, ...]], tuple
     return [by_rank[rank] for rank in ranks], ranks
 
 
-def _geometry(weight: Any, layout: str, name: str, team: Sequence[Sequence[int]]) -> _Geometry:
-    shape, segments, heads, lines, work = _ops.smallest_pieces(layout, list(weight.shape), name)
+def _geometry(entry: Entry, team: Sequence[Sequence[int]]) -> _Geometry:
+    weight, name, layout, whole_segments, *_ = entry
+    shape, segments, heads, lines, work = _ops.smallest_pieces(
+        layout, list(weight.shape), name, whole_segments
+    )
     by_rows = layout.split()[0] == "rows"
     boxes = [_box(weight, shape, at) for at in team]
     holders: dict[tuple[int, ...], list[int]] = defaultdict(list)  # of each matrix
@@ -399,6 +403,7 @@ class _Shard(NamedTuple):
     step: int
     lr: float
     weight_decay: float
+    lr_fraction: float
     sizes: list[int]  # of the whole weight
     lines: list[int]  # that the shard has: first and number of each run
     single: bool  # not a stack of matrices
@@ -510,6 +515,7 @@ class _TeamStep:
                 [shard.name for shard in shards],
                 [shard.partition for shard in shards],
                 [shard.step for shard in shards],
+                [shard.lr_fraction for shard in shards],
                 [shard.sizes for shard in shards],
                 [pieces[i].owned_heads for i in chosen],
                 options,
@@ -554,11 +560,12 @@ class Shards:
     def _plan(self, entries: Sequence[Entry]) -> None:
         self._bytes_sent += sum(team.bytes_sent for team in self._teams.values())
         self.entries = list(entries)
-        self._planned = [entry.layout for entry in entries]
+        self._planned = [entry[2:4] for entry in entries]
         self._numbers = {id(entry.weight): number for number, entry in enumerate(entries)}
         self._teams = {}
         known: dict[Any, _Geometry] = {}
-        for number, (weight, name, layout, *_) in enumerate(self.entries):
+        for number, entry in enumerate(self.entries):
+            weight, name, layout, whole_segments, *_ = entry
             mesh, placements = cast(Any, weight).device_mesh, cast(Any, weight).placements
             if any(placement.is_partial() for placement in placements):
                 raise ValueError(
@@ -570,9 +577,9 @@ class Shards:
             coordinates, ranks = _teammates(mesh, placements)
             if ranks not in self._teams:
                 self._teams[ranks] = _Team(ranks, self._group(mesh, placements, ranks))
-            key = layout, weight.shape, placements, mesh.shape, tuple(coordinates)
+            key = layout, whole_segments, weight.shape, placements, mesh.shape, tuple(coordinates)
             if key not in known:
-                known[key] = _geometry(weight, layout, name, coordinates)
+                known[key] = _geometry(entry, coordinates)
             team = self._teams[ranks]
             team.numbers.append(number)
             team.geometries[number] = known[key]
@@ -612,14 +619,15 @@ class Shards:
 
     def _circle(self, ranks: tuple[int, ...], numbers: list[int]) -> _Circle:
         """Collective among these ranks: compares their weights on one mesh."""
-        names, layouts, like = [], [], []
-        for weight, name, layout, *_ in (self.entries[number] for number in numbers):
+        names, layouts, whole, like = [], [], [], []
+        for weight, name, layout, whole_segments, *_ in (self.entries[n] for n in numbers):
             mesh, placements = cast(Any, weight).device_mesh, cast(Any, weight).placements
             names.append(f"{name} {' '.join(map(str, placements))} of {mesh.mesh.tolist()}")
             layouts.append(layout)
+            whole.append(whole_segments)
             like.append(local(weight).new_empty(()).expand(weight.shape))  # needs no memory
         exchange = torch.classes.group_muon.Exchange(
-            self._group_of(ranks).group_name, names, like, layouts, self._options_of(numbers)
+            self._group_of(ranks).group_name, names, like, layouts, whole, self._options_of(numbers)
         )
         return _Circle(ranks, exchange, numbers)
 
@@ -648,7 +656,7 @@ class Shards:
             if traded.isdisjoint(circle.numbers):
                 continue
             options = self._options_of(circle.numbers)
-            which = [(*self.entries[n][1:3], n in numbers) for n in circle.numbers]
+            which = [(*self.entries[n][1:4], n in numbers) for n in circle.numbers]
             digest = hashlib.blake2b(f"{options} {which}".encode(), digest_size=7).digest()
             key = int.from_bytes(digest, "big")
             most, least = circle.exchange.largest([key, -key])
@@ -658,7 +666,7 @@ class Shards:
             self._circles[i] = circle = self._circle(circle.ranks, circle.numbers)
             grads = [torch.empty(()) if n in numbers else None for n in circle.numbers]
             circle.exchange.with_gradient(grads, True, options)
-        if self._planned != [entry.layout for entry in entries]:
+        if self._planned != [entry[2:4] for entry in entries]:
             self._plan(entries)
 
     def step(self, batches: Mapping[str, Sequence[_Weight]]) -> None:
@@ -690,9 +698,9 @@ class Shards:
         for own in steps_:
             own.finish()
         for options, some in _by_options(shards.values()).items():
-            _, weights_, _, _, layouts, names, partitions, steps, lrs, decays, sizes, lines, *_ = (
-                map(list, zip(*some, strict=True))
-            )
+            (
+                _, weights_, _, _, layouts, names, partitions, steps, lrs, decays, fractions, sizes, lines, *_
+            ) = map(list, zip(*some, strict=True))  # fmt: skip
             views = [updates[shard.number].view(shard.weight.shape) for shard in some]
             _ops.apply_parts(
                 weights_,
@@ -703,6 +711,7 @@ class Shards:
                 steps,
                 lrs,
                 decays,
+                fractions,
                 sizes,
                 lines,
                 options,
@@ -718,14 +727,26 @@ class Shards:
 
     def _shards_of(self, weights: Sequence[_Weight], options: str) -> list[_Shard]:
         shards = []
-        for weight, grad, momentum, layout, name, partition, step, lr, decay, _ in weights:
+        for (
+            weight,
+            grad,
+            momentum,
+            layout,
+            name,
+            partition,
+            step,
+            lr,
+            decay,
+            fraction,
+            _,
+        ) in weights:
             number = self._numbers[id(weight)]
             team, box = self._place_of(number)
             lines = box[1] if team.geometries[number].by_rows else box[2]
             shards.append(
                 _Shard(
                     number, local(weight).contiguous(), local(_like(grad, weight, name)).contiguous(), local(momentum),
-                    layout, name, partition, step, lr, decay, list(weight.shape), [n for run in lines for n in run],
+                    layout, name, partition, step, lr, decay, fraction, list(weight.shape), [n for run in lines for n in run],
                     team.geometries[number].shape[0] == 1, options,
                 )
             )  # fmt: skip

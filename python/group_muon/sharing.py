@@ -20,7 +20,7 @@ class Sharing:
         gradients: str,
         weights: Sequence[Tensor],
         names: Sequence[str],
-        layouts: Sequence[str],
+        layouts: Sequence[tuple[str, bool]],
         options: str,
     ) -> None:
         if gradients not in GRADIENTS:
@@ -33,7 +33,12 @@ class Sharing:
         self.layouts = list(layouts)
         self.weights = list(weights)
         self._exchange = torch.classes.group_muon.Exchange(
-            group.group_name, list(names), [w.detach() for w in weights], list(layouts), options
+            group.group_name,
+            list(names),
+            [w.detach() for w in weights],
+            [layout for layout, _ in layouts],
+            [whole for _, whole in layouts],
+            options,
         )
         self._grads: dict[int, list[Tensor]] = {}  # of the own pieces, by round
         self._reduced: list[tuple[int, int]] | None = None  # the gradients that were sent early

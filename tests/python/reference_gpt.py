@@ -110,9 +110,9 @@ def newton_schulz(g):
 
 @torch.no_grad()
 def muon_step(weight, momentum, lr, groups, mu=0.95):
-    """Algorithm 1 with Nesterov and the script's scale. `groups` are lists of rows."""
+    """Algorithm 1 with Nesterov and the script's scale. `groups` are lists of rows, with factors on the learning rate."""
     momentum.mul_(mu).add_(weight.grad)
     look_ahead = weight.grad + mu * momentum
-    for rows in groups:
+    for rows, factor in groups:
         block = look_ahead[rows]
-        weight[rows] -= lr * math.sqrt(max(block.shape)) * newton_schulz(block)
+        weight[rows] -= lr * factor * math.sqrt(max(block.shape)) * newton_schulz(block)

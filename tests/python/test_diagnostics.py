@@ -99,6 +99,29 @@ class TestPythonDoor:
             assert part.whitened_head_norms == pytest.approx(after.tolist(), rel=1e-5)
         assert whole.first_order == pytest.approx(q.first_order + k.first_order + v.first_order)
 
+    @pytest.mark.parametrize("options", [{}, {"match_spectral": True}, {"row_balance": True}])
+    def test_a_step_is_what_was_measured_with_any_option(self, options):
+        torch.manual_seed(2)
+        weight = torch.nn.Parameter(torch.randn(72, 24))
+        layout = group_muon.packed_qkv(6, 4, q="1*3,2:random*0.5~all*2/2@0.5lr", k="3*0.25")
+        optimizer = group_muon.GroupMuon(
+            [("w", weight)], lr=0.1, layout=layout, nesterov=False, precision="float32", **options
+        )
+        for step, fraction in enumerate([0.25, 0.5, 1, 0.75]):
+            optimizer.param_groups[0]["lr"] = 0.1 * fraction
+            weight.grad = torch.randn(72, 24)
+            direction, before = diagnostics.look_ahead(optimizer, weight), weight.detach().clone()
+            update = diagnostics.scaled_update(
+                direction, layout, name="w", step=step, lr_fraction=fraction, nesterov=False,
+                precision="float32", **options,
+            )  # fmt: skip
+            own = diagnostics.of_parameter(optimizer, weight, ["3*0.25"])["3*0.25"]
+            optimizer.step()
+            made = before - weight.detach()
+            assert torch.allclose(made, 0.1 * fraction * update, atol=1e-5)
+            k = made[24:48].square().sum().item()
+            assert k == pytest.approx((0.1 * fraction) ** 2 * own[2].step_squared_norm, rel=1e-3)
+
     def test_a_parameter_of_an_optimizer(self):
         torch.manual_seed(1)
         weight = torch.nn.Parameter(torch.randn(72, 24))

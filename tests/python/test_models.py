@@ -1253,10 +1253,15 @@ def test_layouts_of_ones_own():
 def test_the_rule_is_for_texts_without_one():
     def query(group_size):
         layouts = layouts_of(quiet(NanoGpt(), group_size, "random"))
-        return re.search(r"q=\S*/(\S+)", layouts["attn.c_attn.weight"])[1]
+        return re.search(r"q=[^/]*/(\S+)", layouts["attn.c_attn.weight"])[1]
 
     assert query(6) == query("6") == query({"q": "6"}) == "6:random"
     assert query("1@0, 6@2000") == "1:random,6:random@2000"
+    assert (
+        query("6*0.5~all*1.5/5@0, 1~2/3@2000") == "6:random*0.5~all*1.5/5,1:random~2:random/3@2000"
+    )
+    assert query("1, 6*2@0.5lr") == "1:random,6:random*2@0.5lr"
+    assert query("2:interval~6/5") == "2:interval~6:random/5"
     assert query({"q": "2:interval"}) == "2:interval"
 
 

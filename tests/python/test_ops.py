@@ -12,6 +12,7 @@ ORTHOGONALIZE = dict(
 )  # fmt: skip
 STEP = dict(
     momentum=0.95, nesterov=True, average=False, seed=0, base_scale="sqrt_max", transfer="same", reference="segment",
+    match_spectral=False, row_balance=False,
 )  # fmt: skip
 
 
@@ -27,6 +28,7 @@ def step_arguments(count=3):
         list(range(count)),
         [0.1] * count,
         [0.01] * count,
+        [1.0] * count,
         [""] * count,
     )
 

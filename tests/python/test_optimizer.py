@@ -248,11 +248,15 @@ class TestContract:
         optimizer.step()
         state = optimizer.state_dict()
         for group in state["param_groups"]:
-            del group["partitions"], group["rank_tolerance"]
+            del group["partitions"], group["rank_tolerance"], group["full_lr"]
+            group["lr"] = 1e-3
         other = two_groups(params)
+        full = [group["full_lr"] for group in other.param_groups]
         other.load_state_dict(state)
         other.step()
         assert other.param_groups[0]["rank_tolerance"] == 0.0
+        assert [group["full_lr"] for group in other.param_groups] == full
+        assert other.param_groups[0]["lr"] == 1e-3 != full[0]
 
     def test_a_loaded_layout_that_differs_is_said(self):
         w = parameter(24, 16)
@@ -280,6 +284,53 @@ class TestContract:
         with pytest.raises(TypeError, match="parameter '1' has a sparse gradient"):
             optimizer.step()
         assert torch.equal(a, before) and a not in optimizer.state
+
+    def test_the_full_learning_rate_is_that_of_construction_unless_it_is_given(self):
+        groups = [
+            {"params": [parameter(4, 4)]},
+            {"params": [parameter(4, 4)], "lr": 0.5},
+            {"params": [parameter(4, 4)], "lr": torch.tensor(0.25)},
+            {"params": [parameter(4, 4)], "full_lr": 2.0},
+            {"params": [parameter(4, 4)], "algorithm": "adamw"},
+        ]
+        optimizer = GroupMuon(groups, lr=0.125)
+        assert [g["full_lr"] for g in optimizer.param_groups] == [0.125, 0.5, 0.25, 2.0, 0.0]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        twin = pickle.loads(pickle.dumps(optimizer))
+        assert [g["full_lr"] for g in twin.param_groups] == [0.125, 0.5, 0.25, 2.0, 0.0]
+        other = GroupMuon([{**g, "params": [parameter(4, 4)]} for g in groups], lr=7.0)
+        other.load_state_dict(optimizer.state_dict())
+        assert [g["full_lr"] for g in other.param_groups] == [0.125, 0.5, 0.25, 2.0, 0.0]
+        with pytest.raises(ValueError, match="full_lr should be 0 or more, not -1"):
+            GroupMuon([parameter(4, 4)], full_lr=-1)
+
+    def test_groupings_with_factors_and_periods_and_by_learning_rate_are_what_they_say(self):
+        """Against one optimizer that is told by hand, before each step, what to use."""
+
+        def at(step, fraction):
+            if fraction < 0.5:
+                return "1", 2.0
+            return ("all", 1.5) if step % 3 == 0 else ("6:random", 0.75)
+
+        torch.manual_seed(3)
+        ours, theirs = parameter(24, 16), parameter(24, 16)
+        theirs.data.copy_(ours)
+        text = "1*2,6:random*0.75~all*1.5/3@0.5lr"
+        optimizer = GroupMuon([("w", ours)], lr=0.1, layout=group_muon.separate(12, 2, text))
+        reference = GroupMuon([("w", theirs)], lr=0.1, layout=group_muon.separate(12, 2))
+        for step, fraction in enumerate([0.25, 0.5, 1, 1, 0.75, 0.5, 0.49, 0.0]):
+            grouping, factor = at(step, fraction)
+            optimizer.param_groups[0]["lr"] = 0.1 * fraction
+            reference.param_groups[0]["lr"] = 0.1 * fraction * factor
+            reference.set_grouping(grouping, "")
+            set_grads([ours], step)
+            set_grads([theirs], step)
+            optimizer.step()
+            reference.step()
+            assert torch.allclose(ours, theirs, atol=1e-6), (step, fraction)
+            order = group_muon.head_order(12, text, step=step, lr_fraction=fraction, parameter="w")
+            assert order == group_muon.head_order(12, grouping, step=step, parameter="w")
 
     def test_lr_schedulers(self):
         optimizer = GroupMuon([parameter(4, 4)], lr=1.0)

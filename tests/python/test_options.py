@@ -33,7 +33,7 @@ def test_generating_notices_every_change(monkeypatch):
 def test_pythons_defaults_are_the_librarys():
     group = GroupMuon([torch.randn(4, 4)]).param_groups[0]
     for name, option in OPTIONS.items():
-        if name in generate.ONLY_CPP or name in ("partitions", "layout"):
+        if name in generate.ONLY_CPP or name in ("partitions", "layout", "full_lr"):
             continue
         text = as_text({name: group[name]}).split("=")[1]
         assert text == option.default or float(text) == float(option.default), name
@@ -70,7 +70,7 @@ def test_every_option_has_help_and_a_place():
 def test_a_wrong_text_is_refused_in_words(text, words):
     x = torch.randn(4, 4)
     with pytest.raises(ValueError, match=words):
-        _ops.scaled_update(x, "rows", "", 0, text)
+        _ops.scaled_update(x, "rows", "", 0, 1.0, text)
 
 
 def test_orthogonalize_refuses_options_of_a_step():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_sharing import GROUPINGS, gradient, layouts, parameters, run, weights_of
+from test_sharing import CASES, gradient, layouts, parameters, run, set_rates, weights_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -54,11 +54,12 @@ def sharded(tensor: Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTensor:
 
 
 def every_case() -> list[dict[str, Any]]:
-    """Every layout with every grouping, and AdamW's weights."""
+    """Every layout with every grouping, some with options, and AdamW's weights."""
     groups = []
-    for grouping in GROUPINGS:
-        for group in weights_of(grouping):
-            named = [(f"{name} {grouping}", weight) for name, weight in group["params"]]
+    for grouping, options in CASES:
+        for group in weights_of(grouping, **options):
+            what = " ".join([grouping, *options])
+            named = [(f"{name} {what}", weight) for name, weight in group["params"]]
             groups.append({**group, "params": named})
     return groups
 
@@ -91,6 +92,7 @@ def set_gradients(weights: list[Any], step: int, scale: float = 1) -> None:
 
 def take_steps(groups: list[dict[str, Any]], optimizer: Any, steps: range) -> None:
     for step in steps:
+        set_rates(optimizer, step)
         set_gradients(parameters(groups), step)
         optimizer.step()
 

@@ -22,8 +22,15 @@ import group_muon
 
 HEADS, HEAD_DIM, WIDTH = 12, 8, 48
 GROUPINGS = [
-    "all", "1", "3", "4:interval", "3:random", "2:random:3", "2:0-5-1-4-2-3-6-7-8-11-10-9", "2,6:random@4"
+    "all", "1", "3", "4:interval", "3:random", "2:random:3", "2:0-5-1-4-2-3-6-7-8-11-10-9", "2,6:random@4",
+    "2*0.5", "1~3:interval*1.5/3", "1*2,3:random~2/2@0.75lr",
 ]  # fmt: skip
+# Groupings with options of their groups.
+CASES: list[tuple[str, dict[str, Any]]] = [(grouping, {}) for grouping in GROUPINGS] + [
+    ("1", {"match_spectral": True}),
+    ("3:interval", {"row_balance": True}),
+    ("3:random", {"match_spectral": True, "row_balance": True}),
+]
 
 
 def layouts(grouping: str) -> dict[str, str]:
@@ -55,14 +62,20 @@ def shape_of(kind: str) -> list[int]:
     }[kind]  # fmt: skip
 
 
-def weights_of(grouping: str) -> list[dict[str, Any]]:
-    """Groups with the same start on every process: a weight of each layout, and AdamW's."""
+def weights_of(grouping: str, **options: Any) -> list[dict[str, Any]]:
+    """Groups with the same start on every process: a weight of each layout, and AdamW's. Options are Muon's."""
     torch.manual_seed(1)
     groups: list[dict[str, Any]] = []
     for kind, layout in layouts(grouping).items():
         weight = nn.Parameter(torch.randn(shape_of(kind)))
         groups.append(
-            {"params": [(kind, weight)], "layout": layout, "lr": 0.02, "weight_decay": 0.1}
+            {
+                "params": [(kind, weight)],
+                "layout": layout,
+                "lr": 0.02,
+                "weight_decay": 0.1,
+                **options,
+            }
         )
     others = [
         ("embedding", nn.Parameter(torch.randn(71, 13))),
@@ -74,6 +87,13 @@ def weights_of(grouping: str) -> list[dict[str, Any]]:
 
 def parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
     return [parameter for group in groups for _, parameter in group["params"]]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Learning rates go up and down, which some groupings follow."""
+    for group in optimizer.param_groups:
+        if group["algorithm"] == "muon":
+            group["lr"] = group["full_lr"] * (0.5, 1, 0.75, 0.25)[step % 4]
 
 
 def gradient(parameter: Tensor, index: int, step: int, rank: int) -> Tensor | None:
@@ -105,10 +125,11 @@ def mean_gradient(parameter: Tensor, index: int, step: int, processes: int) -> T
 
 def alone(grouping: str, processes: int, steps: int, **options: Any) -> list[Tensor]:
     """One process that is given the mean gradients."""
-    groups = weights_of(grouping)
-    optimizer = group_muon.GroupMuon(groups, **options)
+    groups = weights_of(grouping, **options)
+    optimizer = group_muon.GroupMuon(groups)
     weights = parameters(groups)
     for step in range(steps):
+        set_rates(optimizer, step)
         for index, weight in enumerate(weights):
             weight.grad = mean_gradient(weight, index, step, processes)
         optimizer.step()
@@ -151,11 +172,12 @@ def run(processes: int, folder: Path, work: Callable[..., None], *args: Any) -> 
 
 
 def _steps(rank: int, processes: int, folder: str, steps: int) -> None:
-    for number, grouping in enumerate(GROUPINGS):
-        groups = weights_of(grouping)
+    for number, (grouping, options) in enumerate(CASES):
+        groups = weights_of(grouping, **options)
         weights = parameters(groups)
         optimizer = group_muon.GroupMuon(groups, process_group=dist.group.WORLD)
         for step in range(steps):
+            set_rates(optimizer, step)
             for index, weight in enumerate(weights):
                 weight.grad = gradient(weight, index, step, rank)
             optimizer.step()
@@ -165,12 +187,12 @@ def _steps(rank: int, processes: int, folder: str, steps: int) -> None:
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_weights_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
     run(processes, tmp_path, _steps, 20)
-    for number, grouping in enumerate(GROUPINGS):
-        expected = alone(grouping, processes, 20)
+    for number, (grouping, options) in enumerate(CASES):
+        expected = alone(grouping, processes, 20, **options)
         for rank in range(processes):
             weights = torch.load(tmp_path / f"{rank}-{number}.pt")
             for ours, theirs in zip(weights, expected, strict=True):
-                assert torch.equal(ours, theirs), grouping
+                assert torch.equal(ours, theirs), (grouping, options)
 
 
 class _Linear(nn.Module):
@@ -187,13 +209,15 @@ class _Linear(nn.Module):
 
 
 def _ddp(rank: int, processes: int, folder: str, steps: int) -> None:
-    for grouping in GROUPINGS:
-        ours, theirs = weights_of(grouping), weights_of(grouping)
+    for grouping, options in CASES:
+        ours, theirs = weights_of(grouping, **options), weights_of(grouping, **options)
         weights, others = parameters(ours), parameters(theirs)
         model = DistributedDataParallel(_Linear(weights), find_unused_parameters=True)
         optimizer = group_muon.GroupMuon(ours, process_group=dist.group.WORLD, gradients="averaged")
         reference = group_muon.GroupMuon(theirs)
         for step in range(steps):
+            set_rates(optimizer, step)
+            set_rates(reference, step)
             optimizer.zero_grad()
             if step % 4 == 3:  # accumulated, reduced once
                 with model.no_sync():
@@ -212,7 +236,7 @@ def _ddp(rank: int, processes: int, folder: str, steps: int) -> None:
         expected = [weight.detach() for weight in others]
         dist.broadcast_object_list(holder := [expected], src=0)
         for one, other in zip(weights, holder[0], strict=True):
-            assert torch.equal(one, other), grouping
+            assert torch.equal(one, other), (grouping, options)
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
@@ -289,6 +313,7 @@ def _saved(rank: int, processes: int, folder: str, first: int, last: int, file: 
         for weight, value in zip(weights, saved["weights"], strict=True):
             weight.data.copy_(value)
     for step in range(first, last):
+        set_rates(optimizer, step)
         for index, weight in enumerate(weights):
             weight.grad = mean_gradient(weight, index, step, 4)
         optimizer.step()
@@ -311,6 +336,7 @@ def test_a_state_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> N
     weights = parameters(groups)
     optimizer = group_muon.GroupMuon(groups)
     optimizer.load_state_dict(saved["optimizer"])
+    set_rates(optimizer, 15)
     for index, weight in enumerate(weights):
         weight.data.copy_(saved["weights"][index])
         weight.grad = mean_gradient(weight, index, 15, 4)
@@ -321,7 +347,8 @@ def test_a_state_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> N
 
 def _one_differs(rank: int, processes: int, folder: str) -> None:
     expected = {
-        "seed": "options", "lr": "options", "betas": "options", "partitions": "options", "gradients": "options",
+        "seed": "options", "lr": "options", "full_lr": "options", "betas": "options", "partitions": "options",
+        "gradients": "options",
         "layout": "packed", "name": "in weight 6", "shape": "plain", "weights": "13 weights, but others have 14",
     }  # fmt: skip
     for what, words in expected.items():
@@ -333,6 +360,8 @@ def _one_differs(rank: int, processes: int, folder: str) -> None:
                     options["seed"] = 5
                 case "lr":
                     groups[3]["lr"] = 0.021
+                case "full_lr":
+                    groups[0]["full_lr"] = 0.5
                 case "betas":
                     groups[-1]["betas"] = (0.9, 0.96)
                 case "partitions":
@@ -398,6 +427,10 @@ def _other_grouping(rank: int, processes: int, folder: str) -> None:
         assert torch.equal(one, other)
     optimizer.param_groups[0]["layout"] = layouts("4")["packed"]
     with pytest.raises(ValueError, match="use set_grouping"):
+        optimizer.step()
+    optimizer.param_groups[0]["layout"] = reference.param_groups[0]["layout"]
+    optimizer.param_groups[1]["match_spectral"] = True  # its pieces are cut between heads
+    with pytest.raises(ValueError, match="match_spectral of a group was edited"):
         optimizer.step()
 
 

@@ -59,6 +59,20 @@ def save_model(model, path):
     save_file({k: v.clone() for k, v in model.state_dict().items()}, path)
 
 
+# Flags, and what they mean for Q, K and V at a step and a fraction of the learning rate: heads per group (two are drawn
+# at random), and the factor on the learning rate.
+USUAL = {}, lambda step, fraction: {"q": (2, 1), "k": (2, 1), "v": (4, 1)}
+PERIODIC = (
+    {"qkv-lr": 0.5, "qk-group": "2:random*3~all*1.5/4", "v-group": "1,all@0.6lr"},
+    lambda step, fraction: {
+        "q": (4, 0.75) if step in (0, 4, 8) else (2, 1.5),
+        "k": (4, 0.75) if step in (0, 4, 8) else (2, 1.5),
+        "v": (4, 0.5) if fraction >= 0.6 else (1, 0.5),
+    },
+)
+PACKED = {"qkv-lr": 0.5, "qkv": "packed", "qk-group": "all"}, None
+
+
 @pytest.mark.parametrize("engine", group_muon.engines())
 class TestParity:
     @pytest.mark.parametrize("qk_norm", [False, True])
@@ -89,7 +103,8 @@ class TestParity:
             difference = (ours[name] - weight.grad).norm() / weight.grad.norm()
             assert difference < 1e-5, name
 
-    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data, engine):
+    @pytest.mark.parametrize("flags, meaning", [USUAL, PERIODIC, PACKED])
+    def test_ten_steps_follow_a_pytorch_loop(self, tmp_path, data, engine, flags, meaning):
         torch.manual_seed(1)
         heads, width, layers, context, batch = 4, 32, 2, 16, 8
         model = Gpt(layers, heads, width, vocabulary=64)
@@ -98,7 +113,7 @@ class TestParity:
         lr, adamw_lr = 2e-3, 3e-3
         options = {"muon-lr": lr, "adamw-lr": adamw_lr, "seed": 5, "init": tmp_path / "weights"}
         options["engine"] = engine
-        train(data, tmp_path / "run", steps=10, **precise, **options)
+        train(data, tmp_path / "run", steps=10, **precise, **options, **flags)
 
         size = width // heads
         embedding = model.lm_head.weight
@@ -117,18 +132,18 @@ class TestParity:
             adamw.param_groups[0]["lr"] = adamw_lr * factor
             adamw.step()
             for name, weight in matrices.items():
-                groups = [list(range(weight.size(0)))]
-                if name.endswith("c_attn.weight"):
-                    groups = [list(range(2 * width, 3 * width))]  # V whole
-                    for stream_number, first in enumerate((0, width)):  # Q and K, two random heads
+                groups = [(list(range(weight.size(0))), 1)]
+                if name.endswith("c_attn.weight") and meaning is None:
+                    groups = [(groups[0][0], 0.5)]
+                elif name.endswith("c_attn.weight"):
+                    groups = []
+                    for segment, (g, own) in enumerate(meaning(step, factor).values()):
+                        rule = "2:random" if g == 2 else g
                         order = group_muon.head_order(
-                            heads, "2:random", seed=5, step=step, parameter=name,
-                            stream=stream_number,
-                        )  # fmt: skip
-                        groups += [
-                            [first + h * size + r for h in order[i : i + 2] for r in range(size)]
-                            for i in (0, 2)
-                        ]
+                            heads, rule, seed=5, step=step, parameter=name, stream=segment
+                        )
+                        rows = [segment * width + h * size + r for h in order for r in range(size)]
+                        groups += [(rows[i : i + g * size], own) for i in range(0, width, g * size)]
                 muon_step(weight, momenta[name], lr * factor, groups)
 
         assert values(tmp_path / "run", "loss") == pytest.approx(losses, abs=1e-4)

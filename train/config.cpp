@@ -91,12 +91,14 @@ std::vector<Key> make_keys() {
       {"muon", "v-group", &C::v_group, "Head groups of V, in the same form as qk-group"},
       {"muon", "share-qk", &C::share_qk,
        "Use the same random groups for Q and K of a layer; no effect if packed"},
-      {"muon", "qkv-lr", &C::qkv_lr,
-       "Factor on muon-lr for Q, K and V alone, split or packed; multiplies factors in head "
-       "groups"},
   };
   add_muon_keys(keys);
   const std::vector<Key> others = {
+      // Behind muon-lr, which someone who says lr means.
+      {"muon", "qkv-lr", &C::qkv_lr,
+       "Factor on muon-lr for Q, K and V alone, split or packed; multiplies factors in head "
+       "groups"},
+
       {"adamw", "adamw-lr", &C::adamw_lr,
        "Learning rate of the embedding, which is also the output head"},
       {"adamw", "adamw-beta1", &C::adamw_beta1, "Decay rate of the mean gradient"},

@@ -260,8 +260,9 @@ void read_more_seeds(const toml::table& table, Study& study) {
 void read_tuned(const toml::table& table, const fs::path& folder, Study& study) {
   for (const auto& [name, value] : table) {
     const std::string setting = find_setting(study, std::string(name.str())).name;
+    const auto& own = value;  // clang 14 does not capture bindings
     within("tuned setting '" + setting + "'", [&] {
-      const auto options = options_of(table_of(value, "it"), folder, why_not_tuned);
+      const auto options = options_of(table_of(own, "it"), folder, why_not_tuned);
       check_apart(options, study, setting);
       study.tuned[setting] = options;
       return 0;

@@ -475,6 +475,7 @@ def main(words=None):
         report(verdict=verdict(runs, args))
         print(f"log: {args.out}")
     if dist.is_initialized():
+        dist.barrier()  # or a process may be gone while another still sends to it, which then aborts
         dist.destroy_process_group()
 
 

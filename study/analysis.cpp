@@ -144,7 +144,9 @@ void compare(const std::string& baseline, VariantSummary& summary) {
 std::string title_of(const Study& study, const std::string& setting) {
   std::string title = find_setting(study, setting).title;
   if (const auto tuned = study.tuned.find(setting); tuned != study.tuned.end()) {
-    for (const auto& [key, value] : tuned->second) title += ", " + key + " = " + value;
+    for (const auto& [key, value] : tuned->second) {
+      title.append(", ").append(key).append(" = ").append(value);
+    }
   }
   return title;
 }

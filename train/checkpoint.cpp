@@ -302,9 +302,10 @@ std::vector<std::string> list_checkpoints(const std::string& run) {
   std::vector<std::pair<int64_t, std::string>> found;
   const std::string folder = run + kCheckpointsFolder;
   for (const auto& name : names_in(folder)) {
-    const std::string path = folder + "/" + name;
+    std::string path = folder;
+    path.append("/").append(name);
     const int64_t step = step_of(path);
-    if (step >= 0 && fs::is_directory(path)) found.emplace_back(step, path);
+    if (step >= 0 && fs::is_directory(path)) found.emplace_back(step, std::move(path));
   }
   std::sort(found.begin(), found.end());
   std::vector<std::string> paths;

@@ -98,7 +98,9 @@ def take_steps(groups: list[dict[str, Any]], optimizer: Any, steps: range) -> No
 
 
 def of_one(groups: list[dict[str, Any]], steps: int, **options: Any) -> list[Tensor]:
-    """The weights of one process after some steps."""
+    """The weights of one process after some steps. With one thread, as the processes have: products of torch's, of which
+    match_spectral has some, may depend on their number."""
+    torch.set_num_threads(1)
     take_steps(groups, group_muon.GroupMuon(groups, **options), range(steps))
     return [weight.detach() for weight in parameters(groups)]
 

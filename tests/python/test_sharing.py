@@ -124,7 +124,8 @@ def mean_gradient(parameter: Tensor, index: int, step: int, processes: int) -> T
 
 
 def alone(grouping: str, processes: int, steps: int, **options: Any) -> list[Tensor]:
-    """One process that is given the mean gradients."""
+    """One process that is given the mean gradients, with one thread, as the processes have."""
+    torch.set_num_threads(1)
     groups = weights_of(grouping, **options)
     optimizer = group_muon.GroupMuon(groups)
     weights = parameters(groups)
@@ -514,6 +515,7 @@ def _train(rank: int, processes: int, folder: str, last: int, moment: str) -> No
 
     for step in range(first, last):
         victim = moment if rank == (0 if moment == "file" else 1) and step == 4 else ""
+        set_rates(optimizer, step)
         optimizer.zero_grad()
         if victim == "forward":
             model.register_forward_hook(die)
